@@ -26,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from checkflow.api import Checkpointer
 from checkflow.core.errors import CheckflowError, ModelError, TraceError, UnsupportedError
 from checkflow.core.plan import Plan
+from checkflow.core.state import collect_state
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.live.planner import scaled_seconds
 from checkflow.planner.record.recorder import RecordedIteration
@@ -38,6 +39,7 @@ from checkflow.runtime.format import codec, layout, manifest
 from checkflow.runtime.format.layout import TensorRecord, make_layout
 from checkflow.runtime.shards import save_shard
 from checkflow.runtime.snapshot.chunk_map import planned_records
+from checkflow.runtime.state.meshes import placements
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.exporter import optimizer_state, state_dicts
@@ -265,6 +267,41 @@ def test_distributed_tensors(tmp_path: Path, plan: Plan) -> None:
         assert_refused(
             lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, "DTensor"
         )
+    finally:
+        dist.destroy_process_group()
+
+
+def test_state_of_a_rank_that_has_no_definite_place() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("refused", "also"))
+        elsewhere = DeviceMesh("cpu", [1, 2])
+
+        def place(model: nn.Module) -> None:
+            state = collect_state({"model": model}, {}, of_a_rank=True)
+            placements(state, {"model": model}, {}, 0, 4)
+
+        def refused(local: torch.Tensor, mesh: DeviceMesh, laid: list[Any], says: str, **whole: Any) -> None:
+            model = with_buffer(DTensor.from_local(local, mesh, laid, run_check=False, **whole))
+            assert_refused(lambda: place(model), UnsupportedError, says)
+
+        whole = {"shape": torch.Size([4]), "stride": (1,)}
+        flat = torch.zeros(4)
+        refused(flat, mesh, [Partial(), Replicate()], "odd is a DTensor with Partial.*: its value is a sum")
+        refused(flat, mesh, [_StridedShard(0, split_factor=3), Replicate()], "odd .*whose parts are no boxes")
+        refused(torch.zeros(3), mesh, [Shard(0), Replicate()], r"odd has \[3\] on rank 0, where .*give \[2\]", **whole)
+        refused(torch.zeros(0), elsewhere, [Replicate()], "odd lies on a mesh that rank 0 is not part of")
+        refused(TwoTensor(flat, flat.clone()), mesh, [Replicate()] * 2, "odd is a DTensor of parts")
+        flattened = nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
+        assert_refused(lambda: place(flattened), UnsupportedError, "FullyShardedDataParallel")
     finally:
         dist.destroy_process_group()
 

@@ -176,6 +176,12 @@ _SPARSE_PARTS = {
 }
 
 
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, of which this rank holds a part."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
 def is_composite(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory of its own: its values lie in other tensors."""
     if type(tensor) in _PLAIN_TYPES:  # nearly all; asked for every tensor of every operator
@@ -185,7 +191,9 @@ def is_composite(tensor: torch.Tensor) -> bool:
 
 def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the dense tensors whose memory holds a tensor's values, each with its name's suffix."""
-    if is_traceable_wrapper_subclass(tensor):  # jagged tensors, too
+    if is_distributed(tensor):
+        yield "", tensor._local_tensor  # type: ignore[attr-defined]
+    elif is_traceable_wrapper_subclass(tensor):  # jagged tensors, too
         for attribute in tensor.__tensor_flatten__()[0]:
             for suffix, part in dense_parts(getattr(tensor, attribute)):
                 yield f".{attribute}{suffix}", part
@@ -289,14 +297,20 @@ def held_tensors(
         yield from _optimizer_tensors(owner, models, optimizer)
 
 
-def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
+def collect_state(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, of_a_rank: bool = False
+) -> TrainingState:
     """Return every state tensor as it is now: persistent buffers and parameters, then optimizer state that exists.
+
+    Args:
+        of_a_rank: accept DTensors. Their items hold this rank's part (``tensor``), and the DTensor (``whole``).
 
     Raises:
         UnsupportedError: a tensor has no dense memory of its own (an expanded tensor, one that overlaps another without
             being the same region, one without values).
     """
-    items = list(itertools.chain.from_iterable(map(_in_parts, held_tensors(models, optimizers))))
+    held = held_tensors(models, optimizers)
+    items = list(itertools.chain.from_iterable(_in_parts(item, of_a_rank=of_a_rank) for item in held))
     storages = [item.tensor.untyped_storage()._cdata for item in items]
     tensors_of = collections.Counter(storages)
     first: dict[Region, str] = {}
@@ -316,7 +330,7 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     return TrainingState(tuple(unique), tuple(ties))
 
 
-def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
+def _in_parts(item: StateTensor, *, of_a_rank: bool) -> Iterator[StateTensor]:
     """Split a state tensor into the dense tensors that hold it; UnsupportedError if it has none."""
     tensor = item.tensor
     if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested:  # nearly all
@@ -327,8 +341,7 @@ def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
         raise UnsupportedError(
             f"state tensor {item.name} has no shape yet: run the model once on a batch first, as lazy modules need"
         )
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
+    if not of_a_rank and is_distributed(tensor):
         raise UnsupportedError(
             f"state tensor {item.name} is a DTensor: this version checkpoints the whole tensors of one process"
         )

@@ -7,9 +7,8 @@ validated strictly: anyone can write a digest.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ import xxhash
 from pydantic import Field, JsonValue, StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
+from checkflow.core.boxes import Box, coverage_fault, lies_in
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, UnsupportedError, first_fault
 from checkflow.core.graph import STRICT, Many, Named
 from checkflow.core.small_files import MOST_MEMBERS, check_density, check_fields, check_members
@@ -25,6 +25,7 @@ from checkflow.runtime.format.layout import STORED_TYPES, Layout
 VERSION = 1
 BLOCK_BYTES = 8388608  # 8 MiB
 MANIFEST, EXTRA = "manifest.json", "state.msgpack"
+OWN = "rank-own"  # owner, in the manifest, of what ranks hold under one name with values of their own
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_EXTRA_BYTES = 1 << 32
 MAX_STEP = 10**18
@@ -273,28 +274,36 @@ def tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str |
             return f"lies in {piece.file}, which is not listed"
         if len(piece.offsets) != rank or len(piece.lengths) != rank:
             return "has a piece of another rank"
-        if any(o + n > size for o, n, size in zip(piece.offsets, piece.lengths, tensor.shape, strict=True)):
+        if not lies_in(tensor.shape, piece.offsets, piece.lengths):
             return "has a piece beyond its shape"
-    if sum(math.prod(piece.lengths) for piece in tensor.pieces) != math.prod(tensor.shape) or not tensor.pieces:
+    if not tensor.pieces:
         return "is not covered by its pieces"
-    return "has pieces that overlap" if _overlap(tensor.pieces) else None
+    return coverage_fault(tensor.shape, [box_of(tensor, piece) for piece in tensor.pieces]) or None
 
 
-def _overlap(pieces: tuple[Piece, ...]) -> bool:
-    """Whether any two boxes share an element; boxes are swept along the first dimension."""
-    if not pieces[0].lengths:
-        return len(pieces) > 1
-    ordered = sorted((p for p in pieces if math.prod(p.lengths)), key=lambda p: p.offsets[0])
-    for i, one in enumerate(ordered):
-        for other in ordered[i + 1 :]:
-            if other.offsets[0] >= one.offsets[0] + one.lengths[0]:
-                break
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
-            ):
-                return True
-    return False
+def box_of(tensor: TensorEntry, piece: Piece) -> Box:
+    return Box(tensor.shape, piece.offsets, piece.lengths)
+
+
+def own_name(name: str, rank: int) -> str:
+    """The name, in the manifest, of a tensor that is a rank's own; the lowest rank's has the plain one."""
+    return f"{OWN}/{rank}/{name}"
+
+
+def names_of_rank(tensors: Collection[str], rank: int) -> dict[str, str]:
+    """What a rank calls a version's tensors, to their names there: its own in place of those of the lowest rank."""
+    prefix = f"{OWN}/{rank}/"
+    found = {name: name for name in tensors if not is_own(name)}
+    return found | {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
+
+
+def is_own(name: str) -> bool:
+    return name.startswith(f"{OWN}/")
+
+
+def rank_extra_name(rank: int, ranks: int) -> str:
+    """The file of the extra state that a rank has to itself, such as its random numbers."""
+    return f"state-{rank:05d}-of-{ranks:05d}.msgpack"
 
 
 def to_info(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from checkflow.core.boxes import Box
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.core.graph import Named
 from checkflow.runtime.format import codec
@@ -36,6 +37,7 @@ from checkflow.runtime.shards.ownership import (
 from checkflow.runtime.shards.writer import DENSE, IDS, INFO, ROWS, SLICES, TABLES
 from checkflow.runtime.store.discovery import find, find_valid
 from checkflow.runtime.store.files import glance, step_name
+from checkflow.runtime.store.parts import narrow_to
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.trust import Trust
 
@@ -154,11 +156,15 @@ def load_slices(
     path = _path(directory, step)
     wanted = {f"{SLICES}/{name}": rows for name, rows in ranges.items()}
     trusted = Trust(path.parent, trust)
-    with open_checkpoint(path, lambda whole: _narrow_to_ranges(whole, wanted, path), trust=trusted) as checkpoint:
-        return {
-            name: _read_range(checkpoint, f"{SLICES}/{name}", begin, end, arrays)
-            for name, (begin, end) in ranges.items()
-        }
+    boxes: dict[str, Box] = {}
+
+    def narrow(whole: Manifest) -> Manifest:
+        boxes.update(_row_boxes(whole, wanted, path))
+        return narrow_to(whole, boxes)
+
+    with open_checkpoint(path, narrow, trust=trusted) as checkpoint:
+        found = _read_boxes(checkpoint, boxes, arrays)
+        return {name: found[f"{SLICES}/{name}"] for name in ranges}
 
 
 def _path(directory: str | os.PathLike[str], step: int | None) -> Path:
@@ -218,8 +224,9 @@ def _narrow_to_shard(whole: Manifest, rank: int, world_size: int, path: Path) ->
     return _with_files(whole, tensors)
 
 
-def _narrow_to_ranges(whole: Manifest, wanted: Mapping[str, tuple[int, int]], path: Path) -> Manifest:
-    tensors: dict[str, TensorEntry] = {}
+def _row_boxes(whole: Manifest, wanted: Mapping[str, tuple[int, int]], path: Path) -> dict[str, Box]:
+    """Rows of tensors as boxes. Raises MismatchError if the version does not have them."""
+    found = {}
     for name, (begin, end) in wanted.items():
         entry = whole.tensors.get(name)
         if entry is None:
@@ -227,9 +234,11 @@ def _narrow_to_ranges(whole: Manifest, wanted: Mapping[str, tuple[int, int]], pa
         rows = entry.shape[0] if entry.shape else 1
         if not 0 <= begin <= end <= rows:
             raise MismatchError(f"{path} holds {rows} rows of {name}, not {begin} to {end}")
-        kept = tuple(piece for piece in entry.pieces if _common(piece, begin, end))
-        tensors[name] = dataclasses.replace(entry, pieces=kept or entry.pieces[:1])
-    return _with_files(whole, tensors)
+        others = entry.shape[1:]
+        found[name] = Box(
+            entry.shape, *(((begin, *(0 for _ in others)), (end - begin, *others)) if entry.shape else ((), ()))
+        )
+    return found
 
 
 def _with_files(whole: Manifest, tensors: dict[str, TensorEntry]) -> Manifest:
@@ -245,14 +254,6 @@ def _source(file: str) -> tuple[int, int]:
     if not found or not int(found[1]) < int(found[2]):
         raise CorruptCheckpointError(f"{file} is no shard's")
     return int(found[1]), int(found[2])
-
-
-def _common(piece: Piece, begin: int, end: int) -> range:
-    """Rows of the whole tensor that a piece shares with ``[begin, end)``; none if the piece is empty."""
-    if 0 in piece.lengths:
-        return range(0)
-    first, count = (piece.offsets[0], piece.lengths[0]) if piece.lengths else (0, 1)
-    return range(max(begin, first), min(end, first + count))
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -333,22 +334,16 @@ def _read_rows(
         rows[place[low:high]] = part[where[low:high] - begin]
 
 
-def _read_range(checkpoint: Checkpoint, name: str, begin: int, end: int, kind: Kind) -> Array:
-    """Rows of a tensor from its boxes, a block at a time."""
-    entry = checkpoint.tensors[name]
-    if kind == "numpy":
-        numpy_type(entry.dtype, name)
-    size = STORED_TYPES[entry.dtype].element_bytes
-    shape = (end - begin, *entry.shape[1:]) if entry.shape else ()
-    whole = np.empty((end - begin, *entry.shape[1:], size), np.uint8)
-    for piece in entry.pieces:
-        common = _common(piece, begin, end)
-        lengths = piece.lengths or (1,)
-        width = size * int(np.prod(lengths[1:], dtype=object))
-        for first, count in _blocks(len(common), width) if common else ():
-            row = common.start + first
-            data = np.empty((count, *lengths[1:], size), np.uint8)
-            checkpoint.read_rows_into(piece, row - (piece.offsets[0] if piece.offsets else 0), data.reshape(-1).data)
-            box = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], lengths[1:], strict=True))
-            whole[(slice(row - begin, row - begin + count), *box)] = data
-    return from_bytes(whole.reshape(-1), entry.dtype, shape, kind, name)
+def _read_boxes(checkpoint: Checkpoint, boxes: Mapping[str, Box], kind: Kind) -> dict[str, Array]:
+    """Boxes of tensors by name, each block read once."""
+    data: dict[str, np.ndarray[Any, Any]] = {}
+    for name, box in boxes.items():
+        dtype = checkpoint.tensors[name].dtype
+        if kind == "numpy":
+            numpy_type(dtype, name)
+        data[name] = np.empty(box.volume * STORED_TYPES[dtype].element_bytes, np.uint8)
+    checkpoint.read_boxes_into([(name, box, data[name].data) for name, box in boxes.items()])
+    return {
+        name: from_bytes(data[name], checkpoint.tensors[name].dtype, box.lengths, kind, name)
+        for name, box in boxes.items()
+    }

@@ -1,7 +1,9 @@
 """How the processes of one version meet: by files in the store's directory, without a network.
 
-``.shards.json`` is rank 0's board: which *attempt* to write a version is open, and how earlier ones ended. Each rank's
-files and record lie in ``.tmp-<step>-<run id>.<attempt>/``. Attempts have random numbers: a dead run's never count.
+- ``.shards.json`` is the board: rank 0 says which *attempt* to write a version is open, and how earlier ones ended.
+- ``.tmp-<step>-<run id>.<attempt>/`` holds each rank's files and its record, ``.done-00001`` or ``.failed-00001``.
+
+Attempts have random numbers, so that nothing of a dead run is taken for a part. docs/how-to/shards.md has the order.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import xxhash
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError
-from checkflow.core.graph import STRICT, Many, Named
+from checkflow.core.graph import STRICT, Many
 from checkflow.core.small_files import IrregularError
-from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES, MAX_STEP, FileEntry, FileName
-from checkflow.runtime.shards.ownership import Length, TableInfo
-from checkflow.runtime.store.cleanup import DRAFT, temporary_name
+from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES, MAX_STEP
+from checkflow.runtime.shards.ownership import TableInfo
+from checkflow.runtime.store.cleanup import DRAFT
 from checkflow.runtime.store.file_writer import write_file
+from checkflow.runtime.store.parts import Written, folder_name
 from checkflow.runtime.store.store import reported, sync_folder
 from checkflow.runtime.system import fs
 
@@ -59,39 +62,23 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor, or a box of one, in a rank's file. ``shape``, ``offsets``: of the whole, and the box's place in it."""
-
-    __pydantic_config__ = STRICT
-    file: FileName
-    key: str
-    dtype: str
-    lengths: Many[Length]
-    shape: Many[Length]
-    offsets: Many[Length]
-
-
-@dataclass(frozen=True, slots=True)
 class RankRecord:
     """What a rank has written; or, with ``failure``, why it has not."""
 
     __pydantic_config__ = STRICT
     attempt: str
-    rank: int
     world_size: int
-    files: Named[FileName, FileEntry]
-    tensors: Named[str, Part]
-    tables: Many[TableInfo]
+    written: Written
+    tables: Many[TableInfo] = ()
     failure: str = ""
+
+    @property
+    def rank(self) -> int:
+        return self.written.rank
 
 
 _BOARD: TypeAdapter[Board] = TypeAdapter(Board)
 _RECORD: TypeAdapter[RankRecord] = TypeAdapter(RankRecord)
-
-
-def folder_name(step: int, run_id: str, attempt: str) -> str:
-    """Where all ranks write their parts."""
-    return temporary_name(step, f"{run_id}.{attempt}")
 
 
 # ------------------------------------------------------------------------------------------------------------ rank 0
@@ -225,7 +212,7 @@ def _take_part(
         # predecessor's. The board will say.
         return
     except BaseException as error:
-        failure = RankRecord(attempt.number, rank, world_size, {}, {}, (), failure=in_words(error))
+        failure = RankRecord(attempt.number, world_size, Written(rank), failure=in_words(error))
         with contextlib.suppress(OSError):  # report the first error; rank 0 will miss this rank
             folder = fs.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
             try:

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from checkflow.core.boxes import Box, lies_in
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError, UnsupportedError
 from checkflow.runtime.format import codec, manifest
-from checkflow.runtime.format.layout import OWNER, STORED_TYPES, FileLayout, TensorRecord, make_layout
+from checkflow.runtime.format.layout import OWNER, FileLayout, make_layout
 from checkflow.runtime.shards.arrays import describe, to_bytes
 from checkflow.runtime.shards.ownership import Array, Slice, Table, TableInfo, check_rank, checked_ids, shard_of_name
 from checkflow.runtime.shards.rendezvous import (
     Attempt,
-    Part,
     RankRecord,
     clear_notes,
     collect,
-    folder_name,
     follow,
     in_words,
     leave,
     post,
 )
-from checkflow.runtime.store.file_writer import write_file
 from checkflow.runtime.store.files import step_name
-from checkflow.runtime.store.store import Store, reported, sync_folder
+from checkflow.runtime.store.parts import (
+    Gathered,
+    Part,
+    Source,
+    Written,
+    commit_ranks,
+    folder_name,
+    record_name,
+    write_part,
+)
+from checkflow.runtime.store.store import Store, reported
 from checkflow.runtime.system import fs
 
 DENSE, TABLES, SLICES = "dense", "tables", "slices"  # owners: a file each for every rank that has some
@@ -114,37 +122,34 @@ def _lead(
     """Rank 0: open the attempt, write its own part, wait for the others, and complete the version."""
     attempt = Attempt(secrets.token_hex(8), step)
     patience = min(_LOCK_WAIT_SECONDS, wait_seconds)
-    with Store(
-        place, run_id=f"{run_id}.{attempt.number}", keep_latest=keep_latest, lock_wait_seconds=patience
-    ) as store:
 
-        def complete(root: int, temporary: str) -> None:
-            fs.mkdir(temporary, dir_fd=root)  # (2)
-            post(root, run_id, world_size, attempt)
-            own, extra = RankRecord(attempt.number, 0, world_size, {}, {}, ()), b""
-            failed: Exception | None = None
-            try:
-                extra = codec.encode({"state": state})
-                own = write(root, attempt)  # (3)
-            except (CheckflowError, OSError) as error:
-                failed = error
-            folder = fs.open_folder(temporary, dir_fd=root)
-            try:
-                # Call a failed attempt off only when all others have seen it, or they would wait for it.
-                try:
-                    records = collect(folder, attempt.number, world_size, wait_seconds, own)
-                except (CheckflowError, OSError) as error:
-                    failed = failed or error
-                if failed is not None:
-                    raise failed
-                clear_notes(folder)
-                _write_manifest(folder, step, run_id, extra, records)  # (4)
-                sync_folder(folder)  # (5)
-            finally:
-                fs.close_quietly(folder)
-
+    def gather(root: int, folder: int) -> Gathered:
+        post(root, run_id, world_size, attempt)
+        own, extra = RankRecord(attempt.number, world_size, Written(0)), b""
+        failed: Exception | None = None
         try:
-            path = store.commit_written(step, complete, info={})
+            extra = codec.encode({"state": state})
+            own = write(root, attempt)
+        except (CheckflowError, OSError) as error:
+            failed = error
+        # Call a failed attempt off only when all others have seen it, or they would wait for it.
+        try:
+            records = collect(folder, attempt.number, world_size, wait_seconds, own)
+        except (CheckflowError, OSError) as error:
+            failed = failed or error
+        if failed is not None:
+            raise failed
+        clear_notes(folder)
+        tables = _join_tables(records)
+        info: dict[str, Any] = {
+            "created": round(time.time(), 3),
+            INFO: {name: [one.dimension, one.dtype, one.initializer] for name, one in tables.items()},
+        }
+        return Gathered(_stack_rows([record.written for record in records]), extra, info)
+
+    with Store(place, run_id=run_id, keep_latest=keep_latest, lock_wait_seconds=patience) as store:
+        try:
+            path = commit_ranks(store, step, attempt.number, gather, info={})
         except BaseException as error:
             missing = error.ranks if isinstance(error, MissingShardsError) else ()
             ended = Attempt(attempt.number, step, "failed", in_words(error), missing)
@@ -157,7 +162,7 @@ def _lead(
 def _post_end(place: Path, run_id: str, world_size: int, ended: Attempt, *, quietly: bool = False) -> None:
     """Post how an attempt ended. ``quietly``: drop an error, since an earlier one is reported."""
     try:
-        with reported(f"cannot report to the other ranks how step {ended.step} ended"):
+        with reported(f"cannot tell the other ranks how step {ended.step} ended"):
             root = fs.open_folder(str(place.resolve()))
             try:
                 post(root, run_id, world_size, ended)
@@ -182,7 +187,7 @@ def _write_part(
 ) -> RankRecord:
     """Write a rank's files, durably; their names become durable with its record or rank 0's manifest."""
     arrays: dict[str, Array] = {}
-    boxes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    sources: dict[str, Source] = {}
     infos: list[TableInfo] = []
     for name, array in dense.items():
         if (owner := shard_of_name(name, world_size)) != rank:
@@ -197,28 +202,19 @@ def _write_part(
         infos.append(TableInfo(name, described.shape[1], described.dtype, table.initializer))
     for name, box in slices.items():
         shape = tuple(int(length) for length in box.shape)
-        arrays[f"{SLICES}/{name}"] = box.values
-        boxes[f"{SLICES}/{name}"] = (shape, tuple(box.offsets or (0,) * len(shape)))
+        offsets = tuple(int(first) for first in box.offsets or (0,) * len(shape))
+        lengths = describe(f"{SLICES}/{name}", box.values).shape
+        if not lies_in(shape, offsets, lengths):
+            raise UnsupportedError(
+                f"{SLICES}/{name}: a box of shape {list(lengths)} at {list(offsets)} does not lie in {list(shape)}"
+            )
+        part = Box(shape, offsets, lengths)
+        key = record_name(f"{SLICES}/{name}", part)
+        arrays[key] = box.values
+        sources[key] = Source(f"{SLICES}/{name}", part)
     layout = make_layout([describe(name, array) for name, array in arrays.items()], shard=rank, shards=world_size)
-    for name, (shape, offsets) in boxes.items():
-        _refuse_outside(name, layout.tensors[name].record, shape, offsets)
-    entries = {file.name: write_file(folder, file.name, _image(file, arrays)) for file in layout.files}
-    tensors = {}
-    for name, placed in layout.tensors.items():
-        lengths = placed.record.shape
-        shape, offsets = boxes.get(name, (lengths, (0,) * len(lengths)))
-        tensors[name] = Part(placed.file, placed.key, placed.record.dtype, lengths, shape, offsets)
-    return RankRecord(attempt.number, rank, world_size, entries, tensors, tuple(infos))
-
-
-def _refuse_outside(name: str, record: TensorRecord, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
-    fits = len(shape) == len(offsets) == len(record.shape) and all(
-        o >= 0 and o + n <= size for o, n, size in zip(offsets, record.shape, shape, strict=True)
-    )
-    if not fits:
-        raise UnsupportedError(
-            f"{name}: a box of shape {list(record.shape)} at {list(offsets)} does not lie in {list(shape)}"
-        )
+    written = write_part(folder, rank, world_size, layout, lambda file: _image(file, arrays), sources)
+    return RankRecord(attempt.number, world_size, written, tuple(infos))
 
 
 def _image(file: FileLayout, arrays: Mapping[str, Array]) -> Iterator[memoryview]:
@@ -229,35 +225,6 @@ def _image(file: FileLayout, arrays: Mapping[str, Array]) -> Iterator[memoryview
 
 
 # ---------------------------------------------------------------------------------------------------------- the whole
-
-
-def _write_manifest(folder: int, step: int, run_id: str, extra: bytes, records: tuple[RankRecord, ...]) -> None:
-    entries: dict[str, manifest.FileEntry] = {}
-    for record in records:
-        for name, entry in record.files.items():
-            _refuse_size(folder, name, entry)
-        entries |= record.files
-    entries[manifest.EXTRA] = write_file(folder, manifest.EXTRA, iter([memoryview(extra)]))
-    tables = _join_tables(records)
-    info: dict[str, Any] = {
-        "created": round(time.time(), 3),
-        INFO: {name: [one.dimension, one.dtype, one.initializer] for name, one in tables.items()},
-    }
-    whole = manifest.Manifest(step, run_id, "", len(records), entries, _join_tensors(records), info=info)
-    for name, tensor in whole.tensors.items():
-        if problem := manifest.tensor_problem(tensor, entries):
-            raise MismatchError(f"what the ranks saved of {name} {problem}")
-    write_file(folder, manifest.MANIFEST, iter([memoryview(manifest.dumps(whole))]))
-
-
-def _refuse_size(folder: int, name: str, entry: manifest.FileEntry) -> None:
-    """That the file of a record is here, as long as it says."""
-    fd, size = fs.open_regular(name, dir_fd=folder)
-    fs.close_quietly(fd)
-    if size != entry.size_bytes:
-        raise StorageError(
-            f"{name} has {size} bytes, and {entry.size_bytes} by its record: do all ranks see one directory?"
-        )
 
 
 def _join_tables(records: tuple[RankRecord, ...]) -> dict[str, TableInfo]:
@@ -273,37 +240,18 @@ def _join_tables(records: tuple[RankRecord, ...]) -> dict[str, TableInfo]:
     return {name: info for name, (_, info) in sorted(found.items())}
 
 
-def _join_tensors(records: tuple[RankRecord, ...]) -> dict[str, manifest.TensorEntry]:
-    """Tensors of all ranks' parts; rows of tables follow each other in the order of ranks."""
-    found: dict[str, list[Part]] = {}
-    for record in records:
-        for name, part in record.tensors.items():
-            parts = found.setdefault(name, [])
-            if name.startswith(f"{TABLES}/"):
-                parts.append(part)
-                continue
-            if name.startswith(f"{DENSE}/") and parts:
-                raise MismatchError(f"{name} was saved by several ranks, by {record.rank} the last")
-            if parts and (part.dtype, part.shape) != (parts[0].dtype, parts[0].shape):
-                raise MismatchError(
-                    f"{name} is {parts[0].dtype}{list(parts[0].shape)}, and on rank {record.rank} it is "
-                    f"{part.dtype}{list(part.shape)}"
-                )
-            parts.append(part)
-    return {name: _entry(name, parts) for name, parts in found.items()}
+def _stack_rows(written: Sequence[Written]) -> list[Written]:
+    """What ranks have written, with the rows of tables one below the other in the order of ranks."""
+    rows: dict[str, int] = {}
+    for part in (part for one in written for part in one.parts if part.tensor.startswith(f"{TABLES}/")):
+        rows[part.tensor] = rows.get(part.tensor, 0) + part.lengths[0]
+    done = dict.fromkeys(rows, 0)
 
+    def placed(part: Part) -> Part:
+        if part.tensor not in rows:
+            return part
+        first, done[part.tensor] = done[part.tensor], done[part.tensor] + part.lengths[0]
+        others = part.lengths[1:]
+        return replace(part, shape=(rows[part.tensor], *others), offsets=(first, *(0 for _ in others)))
 
-def _entry(name: str, parts: list[Part]) -> manifest.TensorEntry:
-    shape, pieces, rows = parts[0].shape, [], 0
-    for part in parts:
-        offsets = part.offsets
-        if name.startswith(f"{TABLES}/"):
-            offsets = (rows, *(0 for _ in part.lengths[1:]))
-            rows += part.lengths[0]
-        pieces.append(manifest.Piece(part.file, part.key, offsets, part.lengths))
-    if name.startswith(f"{TABLES}/"):
-        shape = (rows, *parts[0].lengths[1:])
-    if math.prod(shape):  # ignore empty boxes of a tensor that has elements
-        pieces = [piece for piece in pieces if math.prod(piece.lengths)]
-    tags = ("pair",) if STORED_TYPES[parts[0].dtype].pair else ()
-    return manifest.TensorEntry(shape, parts[0].dtype, tuple(pieces), None, tags)
+    return [replace(one, parts=tuple(map(placed, one.parts))) for one in written]

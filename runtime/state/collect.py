@@ -50,8 +50,9 @@ class StateWalk:
     each tensor's address, type, shape and strides, under each of its names (a tied tensor may get its own memory).
     """
 
-    def __init__(self, models: Models, optimizers: Optimizers) -> None:
+    def __init__(self, models: Models, optimizers: Optimizers, *, of_a_rank: bool = False) -> None:
         self._models, self._optimizers = models, optimizers
+        self._of_a_rank = of_a_rank  # accept DTensors: see collect_state
         self._state: TrainingState | None = None
         self._slots: list[tuple[Mapping[Any, Any] | _ScriptedTable, Any, Any]] = []
         self._owners: list[tuple[Any, Any, Any]] = []
@@ -74,7 +75,7 @@ class StateWalk:
     def current(self) -> TrainingState:
         """The state: the same object as at the last call exactly if no tensor, and no memory of one, changed."""
         if self._state is None or not self._unchanged():
-            self._state = collect_state(self._models, self._optimizers)
+            self._state = collect_state(self._models, self._optimizers, of_a_rank=self._of_a_rank)
             self._remember()
         return self._state
 

@@ -7,6 +7,7 @@ everything; if there is none, the job is marked (:mod:`.half_restored`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ import torch
 import xxhash
 from torch import nn
 
+from checkflow.core.boxes import Box, whole
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
-from checkflow.core.state import collect_state, dtype_name, optimizer_parameters
+from checkflow.core.state import TrainingState, collect_state, dtype_name, optimizer_parameters
 from checkflow.runtime.format import codec
-from checkflow.runtime.format.manifest import TensorEntry
+from checkflow.runtime.format.layout import STORED_TYPES
+from checkflow.runtime.format.manifest import Manifest, TensorEntry, names_of_rank
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.collect import (
     Stateful,
@@ -32,12 +35,14 @@ from checkflow.runtime.state.collect import (
     restore_extra,
     share_lazy_state,
 )
+from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.store.discovery import open_verified, refuse
 from checkflow.runtime.store.files import has_manifest, step_name
 from checkflow.runtime.store.filling import fill_all
+from checkflow.runtime.store.parts import narrow_to
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.store.trust import ForeignError
+from checkflow.runtime.store.trust import ForeignError, Trust
 from checkflow.runtime.system.aligned_memory import no_collection
 
 logger = logging.getLogger("checkflow")
@@ -54,6 +59,7 @@ class Resumed:
 
     step: int
     extra: Mapping[str, Any]  # as the checkpointer saved it
+    of_this_rank: bytes | None = None  # extra state that this rank alone saved; None: it was not there, or it is rank 0
 
     @property
     def imported(self) -> bool:
@@ -190,10 +196,12 @@ def restore(
     *,
     place: Callable[[_Extra], None] = lambda extra: None,
     begin: Callable[[], None] = lambda: None,
+    view: RankView | None = None,
 ) -> Resumed:
     """Make the job's state equal to the checkpoint's, bit for bit, with every byte verified.
 
     Args:
+        view: of a rank: it restores its parts of tensors, and verifies what it reads; see :func:`restore_rank`.
         host_tensors: names of state tensors that optimizers keep in host memory; None: unknown, assume torch's step
             counters.
         place: called when the job's parts fit, before ``begin``, with the checkpoint's extra state.
@@ -205,30 +213,33 @@ def restore(
             the job's state is undefined.
     """
     with no_collection():
-        state = collect_state(models, optimizers)
-    live = {item.name: item.tensor for item in state.tensors}
-    sources = {**{name: name for name in checkpoint.tensors}, **dict(checkpoint.ties)}
+        state, live, boxes = _look(models, optimizers, view)
+    named = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
+    sources = {**named, **dict(checkpoint.ties)}
     extra = codec.decode(checkpoint.extra_bytes)
     if "imported" in extra:
+        if view is not None:
+            raise MismatchError(f"{checkpoint.path} holds imported weights, which one process restores")
         return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects, place, begin)
-    _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
+    compare = functools.partial(_refuse_mismatch, checkpoint, named, sources, models, optimizers)
+    compare(live, boxes, state.ties)
     refuse_extra_mismatch(extra["job"], models, optimizers, objects)
     place(extra)
     begin()
-    if makers := _makers(checkpoint, live, models, optimizers):
+    if makers := _makers(named, live, models, optimizers):
         for owner in makers:
             make_state_by_stepping(optimizers[owner])
-        state = collect_state(models, optimizers)
-        live = {item.name: item.tensor for item in state.tensors}
-        _refuse_mismatch(checkpoint, live, sources, state.ties, models, optimizers)
+        state, live, boxes = _look(models, optimizers, view)
+        compare(live, boxes, state.ties)
     drop_state({name for name in (*live, *dict(state.ties)) if name not in sources}, models, optimizers)
     live = {name: tensor for name, tensor in live.items() if name in sources}
     ties = {further: name for further, name in state.ties if name in live}
     # Once: an optimizer that has not stepped yet lacks state for every parameter.
     parameters = {owner: dict(optimizer_parameters(models, optimizer)) for owner, optimizer in optimizers.items()}
-    for name, entry in checkpoint.tensors.items():
+    for name, source in named.items():
         owner = name.partition("/")[0]
         if name not in live and name not in ties:
+            entry = checkpoint.manifest.tensors[source]
             live[name] = make_lazy_state(
                 name, optimizers[owner], parameters[owner],
                 shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype),
@@ -238,11 +249,74 @@ def restore(
         owner = further.partition("/")[0]
         if owner in optimizers and further not in live and further not in ties:
             share_lazy_state(further, optimizers[owner], parameters[owner], live[ties.get(name, name)])
+    if view is not None:  # what was made lies in parts, too
+        state, live, boxes = _look(models, optimizers, view)
+        compare(live, boxes, state.ties)
     with no_collection():
-        fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
-    checkpoint.verify_rest()
+        fill_all(checkpoint, [(sources[name], tensor, boxes.get(name)) for name, tensor in live.items()])
+    if view is None:
+        checkpoint.verify_rest()
     restore_extra(extra["job"], models, optimizers, objects)
-    return Resumed(checkpoint.step, extra)
+    return Resumed(checkpoint.step, extra, checkpoint.rank_extra_bytes(view.rank) if view else None)
+
+
+def restore_rank(
+    path: Path,
+    view: RankView,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    objects: Mapping[str, Stateful],
+    host_tensors: Collection[str] | None = (),
+    *,
+    place: Callable[[_Extra], None] = lambda extra: None,
+    begin: Callable[[], None] = lambda: None,
+    trust: Trust | None = None,
+) -> Resumed:
+    """:func:`restore` of one of several ranks, from a version that any number of ranks saved.
+
+    It opens the files that hold something of its parts, and reads their blocks once. No tensor is whole in memory.
+    """
+    state, _, _ = _look(models, optimizers, view)
+    placed = view.placements(state, models, optimizers)
+    placed |= {further: placed[name] for further, name in state.ties}
+    parameters = {
+        f"{owner}/{path}": parameter
+        for owner, optimizer in optimizers.items()
+        for path, parameter in optimizer_parameters(models, optimizer)
+    }
+    of_parameter = {id(item.held): placed[item.name].box for item in state.tensors if item.kind == "parameter"}
+
+    def box_of(name: str, entry: TensorEntry) -> Box | None:
+        """What this rank needs of a tensor of the version; None: nothing."""
+        if name in placed:
+            box = placed[name].box
+        else:
+            parameter = parameters.get(name.rpartition(".")[0])
+            if parameter is None:
+                return None
+            box = of_parameter[id(parameter)]  # of state that the optimizer has yet to make
+        return box if box.shape == entry.shape else whole(entry.shape)  # a number, or a mismatch that is found later
+
+    def narrow(described: Manifest) -> Manifest:
+        wanted: dict[str, Box] = {}
+        further = [(name, of) for name, of in described.ties if name in placed]
+        for name, source in (*names_of_rank(described.tensors, view.rank).items(), *further):
+            if (box := box_of(name, described.tensors[source])) is not None:
+                wanted.setdefault(source, box)
+        return narrow_to(described, wanted, view.rank)
+
+    with naming(path), open_checkpoint(path, narrow, trust=trust) as checkpoint:
+        return restore(checkpoint, models, optimizers, objects, host_tensors, place=place, begin=begin, view=view)
+
+
+def _look(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], view: RankView | None
+) -> tuple[TrainingState, dict[str, torch.Tensor], dict[str, Box]]:
+    """The job's state, its tensors (of a rank: its parts) by name, and of a rank their boxes."""
+    state = collect_state(models, optimizers, of_a_rank=view is not None)
+    live = {item.name: item.tensor for item in state.tensors}
+    placed = view.placements(state, models, optimizers) if view else {}
+    return state, live, {name: one.box for name, one in placed.items()}
 
 
 def _restore_weights(
@@ -264,7 +338,8 @@ def _restore_weights(
     live = {name: tensor for name, tensor in live.items() if name.partition("/")[0] in models}
     modules = dict(modules_with_extra_state(models))
     try:
-        _refuse_mismatch(checkpoint, live, sources, ties, models, optimizers)
+        named = {name: name for name in checkpoint.tensors}
+        _refuse_mismatch(checkpoint, named, sources, models, optimizers, live, {}, ties)
         if odd := sorted(extra["job"]["modules"].keys() - modules.keys()):
             raise MismatchError(f"{checkpoint.path}: the checkpoint's extra state of {odd[0]} is not in the job")
     except MismatchError as error:
@@ -274,7 +349,7 @@ def _restore_weights(
         ) from None
     place(extra)
     begin()
-    fill_all(checkpoint, [(sources[name], tensor) for name, tensor in live.items()])
+    fill_all(checkpoint, [(sources[name], tensor, None) for name, tensor in live.items()])
     checkpoint.verify_rest()
     for name, value in extra["job"]["modules"].items():
         modules[name].set_extra_state(value)
@@ -287,14 +362,14 @@ def _restore_weights(
 
 
 def _makers(
-    checkpoint: Checkpoint,
+    named: Collection[str],
     live: Mapping[str, torch.Tensor],
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
 ) -> list[str]:
     """The optimizers whose missing state only they can make: part of a tensor subclass, not a plain tensor."""
     makers = []
-    missing = [name.partition("/") for name in checkpoint.tensors.keys() - live.keys()]
+    missing = [name.partition("/") for name in set(named) - live.keys()]
     for owner, optimizer in optimizers.items():
         paths = {path for path, _ in optimizer_parameters(models, optimizer)}
         odd = [key for of, _, key in missing if of == owner and key.rpartition(".")[0] not in paths]
@@ -305,27 +380,30 @@ def _makers(
 
 def _refuse_mismatch(
     checkpoint: Checkpoint,
-    live: Mapping[str, torch.Tensor],
+    named: Mapping[str, str],
     sources: Mapping[str, str],
-    ties: Collection[tuple[str, str]],
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
+    live: Mapping[str, torch.Tensor],
+    boxes: Mapping[str, Box],
+    ties: Collection[tuple[str, str]],
 ) -> None:
-    tied = dict(ties)
+    """Compare job and checkpoint. ``named``: what the job calls the checkpoint's tensors; ``boxes``: a rank's parts."""
+    tied, tensors = dict(ties), checkpoint.manifest.tensors
     for name, tensor in live.items():
         if name not in sources:
             if name.partition("/")[0] in models:
                 raise MismatchError(f"{checkpoint.path}: the job's {name} is not in the checkpoint")
             continue
-        entry = checkpoint.tensors[sources[name]]
-        _compare(checkpoint, name, tensor, entry)
-    for name in checkpoint.tensors:
+        _compare(checkpoint, name, tensor, tensors[sources[name]], boxes.get(name))
+    for name, source in named.items():
         owner = name.partition("/")[0]
         if name not in live and name not in tied and owner not in optimizers:
             raise MismatchError(f"{checkpoint.path}: the checkpoint's {name} is not in the job")
-        other = sources.get(tied.get(name, name), name)
-        if other != name:
-            refuse_difference(checkpoint.path, other, name, lambda one: _read(checkpoint, one), "job")
+        first = tied.get(name, name)
+        if (other := sources.get(first, source)) != source:
+            read = functools.partial(_read, checkpoint, boxes.get(first))
+            refuse_difference(checkpoint.path, other, source, read, "job")
 
 
 def refuse_difference(
@@ -351,15 +429,19 @@ def refuse_difference(
         )
 
 
-def _read(checkpoint: Checkpoint, name: str) -> tuple[str, bytearray]:
-    data = bytearray(checkpoint.size_bytes(name))
-    checkpoint.read_into(name, memoryview(data))
-    entry = checkpoint.tensors[name]
+def _read(checkpoint: Checkpoint, box: Box | None, name: str) -> tuple[str, bytearray]:
+    """A tensor's dtype and shape, and its bytes, or those of a rank's part of it."""
+    entry = checkpoint.manifest.tensors[name]
+    if box is None or box.shape != entry.shape:
+        box = whole(entry.shape)
+    data = bytearray(box.volume * STORED_TYPES[entry.dtype].element_bytes)
+    checkpoint.read_boxes_into([(name, box, memoryview(data))])
     return f"{entry.dtype}{list(entry.shape)}", data
 
 
-def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
-    if tensor.shape == entry.shape and dtype_name(tensor.dtype) == entry.dtype:  # nearly always: formatting is slow
+def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: TensorEntry, box: Box | None) -> None:
+    shape = tensor.shape if box is None else box.shape
+    if shape == entry.shape and dtype_name(tensor.dtype) == entry.dtype:  # nearly always: formatting is slow
         return
-    have, want = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}", f"{entry.dtype}{list(entry.shape)}"
+    have, want = f"{dtype_name(tensor.dtype)}{list(shape)}", f"{entry.dtype}{list(entry.shape)}"
     raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")

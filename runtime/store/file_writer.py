@@ -9,11 +9,12 @@ import contextlib
 import errno
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import xxhash
 
-from checkflow.runtime.format.layout import PAGE_BYTES
+from checkflow.core.errors import StorageError
+from checkflow.runtime.format.layout import PAGE_BYTES, FileLayout, Layout
 from checkflow.runtime.format.manifest import BLOCK_BYTES, FileEntry
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import address_of, copy_bytes, scratch
@@ -21,6 +22,16 @@ from checkflow.runtime.system.aligned_memory import address_of, copy_bytes, scra
 RUN_BYTES = 4 * BLOCK_BYTES  # of one write: between two, the disk idles
 THREAD_BYTES = BLOCK_BYTES  # of a file: for less, starting a thread takes longer than the checksums
 _GATHER_BYTES = BLOCK_BYTES
+Image = Callable[[FileLayout], Iterator[memoryview]]  # yields a file's bytes in order
+
+
+def write_files(folder: int, layout: Layout, image: Image) -> dict[str, FileEntry]:
+    """:func:`write_file` for all files of a layout. StorageError if one does not get the bytes that it should have."""
+    entries = {file.name: write_file(folder, file.name, image(file)) for file in layout.files}
+    for file in layout.files:
+        if entries[file.name].size_bytes != file.size_bytes:
+            raise StorageError(f"{file.name} got {entries[file.name].size_bytes} of {file.size_bytes} bytes")
+    return entries
 
 
 def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> FileEntry:

@@ -11,16 +11,28 @@ import math
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
+from checkflow.core.boxes import Box, common, runs
+from checkflow.core.boxes import whole as whole_of
 from checkflow.core.errors import CorruptCheckpointError, StorageError
-from checkflow.runtime.format.layout import STORED_TYPES, element
-from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, MAX_EXTRA_BYTES, Manifest, Piece, TensorEntry
+from checkflow.runtime.format.layout import STORED_TYPES
+from checkflow.runtime.format.manifest import (
+    BLOCK_BYTES,
+    EXTRA,
+    MAX_EXTRA_BYTES,
+    Manifest,
+    Piece,
+    TensorEntry,
+    box_of,
+    is_own,
+    rank_extra_name,
+)
 from checkflow.runtime.store.block_reader import THREADS, Ahead, Block, read_blocks, read_one
+from checkflow.runtime.store.box_copies import BoxCopy, box_copies
 from checkflow.runtime.store.files import (
     Narrow,
     OpenFile,
@@ -37,6 +49,8 @@ from checkflow.runtime.system.aligned_memory import copy_bytes, no_collection
 
 _CACHED_BLOCKS = 2  # small neighbouring tensors share a block
 Key = tuple[str, int]  # a file's name and a block's number
+Parts = dict[Key, list[tuple[int, memoryview]]]  # where bytes of a block, from the one of this number on, go
+Strided = dict[Key, list[BoxCopy]]
 
 
 class Checkpoint:
@@ -101,9 +115,11 @@ class Checkpoint:
         order: list[tuple[str, int, str]] = []
         for name, tensor in manifest.tensors.items():
             stored = [self._piece(name, tensor, piece) for piece in tensor.pieces]
-            order.append((tensor.pieces[0].file, stored[0].begin, name))
+            if not is_own(name):
+                order.append((tensor.pieces[0].file, stored[0].begin, name))
         order.sort()
-        #: Name to entry of every state tensor, in file order: reading in this order touches each block once.
+        #: Name to entry of every state tensor, in file order: reading in this order touches each block once. What other
+        #: ranks than the lowest have as their own is in the manifest alone.
         self.tensors: Mapping[str, TensorEntry] = {name: manifest.tensors[name] for _, _, name in order}
 
     def __enter__(self) -> Checkpoint:
@@ -146,8 +162,13 @@ class Checkpoint:
         extra, self._extra = self._extra, None  # it may be large
         return self._read_extra() if extra is None else extra
 
-    def _read_extra(self) -> bytes:
-        file = self._file(EXTRA)
+    def rank_extra_bytes(self, rank: int) -> bytes | None:
+        """What a rank other than 0 has to itself, verified; None if it was not there, or had nothing."""
+        name = rank_extra_name(rank, self.manifest.world_size)
+        return self._read_extra(name) if name in self.manifest.files else None
+
+    def _read_extra(self, name: str = EXTRA) -> bytes:
+        file = self._file(name)
         if file.entry.size_bytes > MAX_EXTRA_BYTES:
             raise CorruptCheckpointError(f"{file.path} has {file.entry.size_bytes} bytes, more than {MAX_EXTRA_BYTES}")
         data = bytearray(file.entry.size_bytes)
@@ -168,45 +189,80 @@ class Checkpoint:
             raise ValueError(f"{name} has {self.size_bytes(name)} bytes, the buffer {len(out)}")
         if len(tensor.pieces) == 1:
             self._read(*self._place(tensor.pieces[0]), out)
-            return
-        whole = np.frombuffer(out, element(tensor.dtype)).reshape(tensor.shape)
-        for piece in tensor.pieces:
-            stored = self._stored[piece.file][piece.key]
-            data = bytearray(stored.end - stored.begin)
-            self._read(*self._place(piece), memoryview(data))
-            box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
-            whole[box] = np.frombuffer(data, element(tensor.dtype)).reshape(piece.lengths)
+        else:
+            self._deliver(*self._sort([(name, None, out)]), keep=True)
 
     def read_many_into(self, targets: Collection[tuple[str, memoryview]]) -> None:
         """:meth:`read_into` for many (name, buffer); each block is read once."""
-        parts: dict[Key, list[tuple[int, memoryview]]] = {}
         if len(targets) == 1 and self._ahead is None:  # later calls may ask for its neighbours
             self.read_into(*next(iter(targets)))
             return
-        for name, buffer in targets:
-            (piece, *others), out = self._tensor(name).pieces, buffer.cast("B")
-            self._held(piece.file)  # raises if closed
-            _, _, begin, end = self._stored[piece.file][piece.key]
-            if others or len(out) != end - begin:
-                self.read_into(name, buffer)
+        self.read_boxes_into([(name, None, buffer) for name, buffer in targets])
+
+    def read_boxes_into(self, targets: Collection[tuple[str, Box | None, memoryview]]) -> None:
+        """Fill each buffer with the verified row-major bytes of a box of a tensor (None: of all of it).
+
+        Each block that holds some of them is read once, whatever pieces the tensors were saved in.
+        """
+        self._deliver(*self._sort(targets), keep=False)
+
+    def _sort(self, targets: Collection[tuple[str, Box | None, memoryview]]) -> tuple[Parts, Strided]:
+        """By block, where its bytes go."""
+        parts: Parts = {}
+        strided: Strided = {}
+        for name, box, buffer in targets:
+            tensor, out = self._tensor(name), buffer.cast("B")
+            if box is None and len(tensor.pieces) == 1:  # nearly all of one process's
+                _, _, begin, end = self._stored[tensor.pieces[0].file][tensor.pieces[0].key]
+                if len(out) != end - begin:
+                    raise ValueError(f"{name} has {end - begin} bytes, the buffer {len(out)}")
+                self._want(parts, tensor.pieces[0], begin, out)
                 continue
-            for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-                low = block * BLOCK_BYTES
-                if low <= begin and end <= low + BLOCK_BYTES:  # fast for thousands of small ones
-                    part = begin - low, out
-                else:
-                    first, last = max(begin, low), min(end, low + BLOCK_BYTES)
-                    part = first - low, out[first - begin : last - begin]
-                parts.setdefault((piece.file, block), []).append(part)
+            box = whole_of(tensor.shape) if box is None else box
+            size = STORED_TYPES[tensor.dtype].element_bytes
+            if len(out) != box.volume * size:
+                raise ValueError(f"{box} of {name} has {box.volume * size} bytes, the buffer {len(out)}")
+            for piece in tensor.pieces:
+                if (shared := common(box_of(tensor, piece), box)) is None:
+                    continue
+                begin = self._stored[piece.file][piece.key].begin
+                here, there = islice(runs(shared, box_of(tensor, piece)), 2), islice(runs(shared, box), 2)
+                (first, count), *more = (*here, *there)
+                if len(more) == 1:  # without a gap in the file and in memory
+                    at = more[0][0] * size
+                    self._want(parts, piece, begin + first * size, out[at : at + count * size])
+                    continue
+                for block, copy in box_copies(box_of(tensor, piece), shared, box, size, begin, out):
+                    strided.setdefault((piece.file, block), []).append(copy)
+        return parts, strided
+
+    def _want(self, parts: Parts, piece: Piece, begin: int, out: memoryview) -> None:
+        """Note where the bytes of a piece's file from ``begin`` on go."""
+        self._held(piece.file)  # raises if closed
+        end = begin + len(out)
+        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            low = block * BLOCK_BYTES
+            if low <= begin and end <= low + BLOCK_BYTES:  # fast for thousands of small ones
+                part = begin - low, out
+            else:
+                start, last = max(begin, low), min(end, low + BLOCK_BYTES)
+                part = start - low, out[start - begin : last - begin]
+            parts.setdefault((piece.file, block), []).append(part)
+
+    def _deliver(self, parts: Parts, strided: Strided, *, keep: bool) -> None:
+        """Read the blocks that something is wanted of. ``keep`` few ones: the next tensor may lie in them."""
+        wanted = parts.keys() | strided.keys()
 
         def use(key: Key, data: memoryview) -> None:
             self._verified.add(key)
             for first, target in parts.get(key, ()):
                 copy_bytes(target, data[first : first + len(target)])
+            for copy in strided.get(key, ()):
+                copy(data)
 
         self._prove()
         missing = []
-        for key in sorted(parts):
+        for key in sorted(wanted):
             if (data := self._cached(key)) is None:
                 missing.append(key)
             else:
@@ -214,11 +270,15 @@ class Checkpoint:
         if self._ahead is not None:
             begun = [(file.path.name, block) for file, block in self._ahead.blocks]
             try:
-                if set(begun) <= parts.keys() | {(name, 0) for name in self._heads}:  # all that is read ahead is wanted
+                if set(begun) <= wanted | {(name, 0) for name in self._heads}:  # all that is read ahead is wanted
                     self._ahead.finish(lambda n, data: use(begun[n], data))
                     return
             finally:
                 self._stop_ahead()
+        if keep and len(missing) <= _CACHED_BLOCKS:
+            for name, block in missing:
+                use((name, block), self._one_block(self._file(name), block))
+            return
         read_blocks(
             [(self._file(name), block) for name, block in missing],
             lambda n, data: use(missing[n], data),

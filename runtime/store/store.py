@@ -20,11 +20,11 @@ from typing import Any
 
 from checkflow.core.errors import CheckflowError, StorageError, UnsupportedError
 from checkflow.runtime.format import manifest
-from checkflow.runtime.format.layout import OWNER, FileLayout, Layout, file_image
+from checkflow.runtime.format.layout import OWNER, Layout, file_image
 from checkflow.runtime.store import cleanup, retention
 from checkflow.runtime.store.cleanup import BROKEN, SUPERSEDED, temporary_name
 from checkflow.runtime.store.discovery import find
-from checkflow.runtime.store.file_writer import write_file
+from checkflow.runtime.store.file_writer import Image, write_file, write_files
 from checkflow.runtime.store.files import REPLACED, glance, parse_step, step_name
 from checkflow.runtime.store.lock import DirectoryLock
 from checkflow.runtime.store.retention import Known, Mode, Rules
@@ -38,7 +38,6 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 #: still reads then has all files open, and goes on; over a network it may get an error that says so.
 READER_SECONDS = 600.0
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
-Image = Callable[[FileLayout], Iterator[memoryview]]  # yields a file's bytes in order
 
 
 class Store:
@@ -200,7 +199,13 @@ class Store:
         )
 
     def commit_written(
-        self, step: int, write: Callable[[int, str], None], *, info: Mapping[str, Any], retire: bool = True
+        self,
+        step: int,
+        write: Callable[[int, str], None],
+        *,
+        info: Mapping[str, Any],
+        retire: bool = True,
+        attempt: str = "",
     ) -> Path:
         """:meth:`commit` of what ``write`` writes; if it raises, nothing is left.
 
@@ -208,11 +213,13 @@ class Store:
             write: called with a descriptor of the store's directory and the name of the directory to make in it. When
                 it returns, that holds a whole, durable checkpoint: files, manifest, and their names.
             info: the manifest's, for retention.
+            attempt: joins the run's id in the temporary name, where a late process must not write into a later attempt.
         """
         if not 0 <= step <= manifest.MAX_STEP:
             raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
         with self._writing(f"cannot write the checkpoint of step {step} to {self.directory}") as root:
-            temporary, final = temporary_name(step, self.run_id), step_name(step)
+            temporary = temporary_name(step, f"{self.run_id}.{attempt}" if attempt else self.run_id)
+            final = step_name(step)
             try:
                 self._settle()
                 if self._went_on_from is not None:  # first free what a dead run did not delete
@@ -245,10 +252,7 @@ class Store:
         folder = fs.open_folder(temporary, dir_fd=root)
         try:
             # (3) every shard, and the extra state: written, checksummed, fsynced
-            entries = {file.name: write_file(folder, file.name, image(file)) for file in layout.files}
-            for file in layout.files:
-                if entries[file.name].size_bytes != file.size_bytes:
-                    raise StorageError(f"{file.name} got {entries[file.name].size_bytes} of {file.size_bytes} bytes")
+            entries = write_files(folder, layout, image)
             entries[manifest.EXTRA] = write_file(folder, manifest.EXTRA, iter([memoryview(extra)]))
             # (4) the manifest last: it names only what is on the disk by now
             content = manifest.dumps(dataclasses.replace(described, files=entries))

@@ -50,7 +50,11 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/how-to/shards.md)"
         )
     job = extra["job"]
-    tensors = {name: _read(checkpoint, name) for name in checkpoint.tensors}
+    tensors = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        for name, entry in checkpoint.tensors.items()
+    }
+    fill_all(checkpoint, [(name, tensor, None) for name, tensor in tensors.items()])
     tensors |= {name: tensors[of] for name, of in checkpoint.ties}
     optimizers = job["optimizers"]
     found: dict[str, Any] = {}
@@ -103,13 +107,6 @@ def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
         if not dot:
             raise CorruptCheckpointError(f"{name} belongs to no parameter of the checkpoint's optimizer")
     return path
-
-
-def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    entry = checkpoint.tensors[name]
-    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
-    fill_all(checkpoint, [(name, tensor)])
-    return tensor
 
 
 def export(

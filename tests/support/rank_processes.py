@@ -1,0 +1,51 @@
+"""Real processes that train together over gloo, one a rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Work = Callable[..., Any]
+
+
+def run_ranks(folder: Path, world_size: int, work: Work, *arguments: Any) -> list[Any]:
+    """``work(rank, world_size, *arguments)`` in processes of one process group; returns what each returned, by rank.
+
+    ``folder`` is empty; ``work`` is a module's function.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor"])
+    processes = [
+        context.Process(target=_rank, args=(folder, rank, world_size, work, arguments)) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0] * world_size
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def _rank(folder: Path, rank: int, world_size: int, work: Work, arguments: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size
+    )
+    try:
+        result = work(rank, world_size, *arguments)
+        (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
+        torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
