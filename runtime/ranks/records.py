@@ -185,6 +185,7 @@ class Card:
         passed: the last boundary that training went on from, or waits at.
         captured: boundaries captured and not yet decided, ascending.
         since: boundaries before this one are not in ``captured`` any more.
+        posted: the newest attempt whose receipt of this rank is at the meeting place; 0: none.
         costs: see :class:`Costs`.
         iteration_seconds: the time of one iteration, lately; 0: not known.
         requests: what rank 0's policy is to decide about, such as a demanded checkpoint, by name.
@@ -198,6 +199,7 @@ class Card:
     passed: Step = 0
     captured: Many[Step] = ()
     since: Step = 0
+    posted: Count = 0
     costs: Costs = Costs()
     iteration_seconds: Seconds = 0.0
     start: StartReport | None = None
