@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from checkflow.runtime.ranks import ending, starting
-from checkflow.runtime.ranks.receipts import belongs, most_costs, wait_seconds
+from checkflow.runtime.ranks import ending, records, starting
+from checkflow.runtime.ranks.receipts import most_costs, wait_seconds
 from checkflow.runtime.ranks.records import (
     Attempt,
     Board,
@@ -39,13 +39,15 @@ class Overview:
         passed: the boundary that the foremost rank has passed.
         lead: by how many iterations a decision is to come before its boundary, so that all ranks learn of it in time.
         reports: what each rank brings to the start, if all have come.
+        left: ranks that take part no longer.
     """
 
     passed: int = 0
     lead: int = 2
-    costs: Costs = Costs()
+    costs: Costs = field(default_factory=Costs)
     requests: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     reports: Mapping[int, StartReport] = field(default_factory=dict)
+    left: tuple[int, ...] = ()
 
 
 class Chair:
@@ -75,15 +77,15 @@ class Chair:
     def hear(self, card: Card, now: float) -> None:
         """Take in a card, unless it is of another start of the job or not newer."""
         known = self.cards.get(card.rank)
-        if card.generation != self.generation or card.rank >= self.world_size:
+        if not records.is_of(card, self.generation) or card.rank >= self.world_size:
             return
         if known is None or card.serial > known.serial:
             self.cards[card.rank], self._heard[card.rank] = card, now
 
     def hear_receipt(self, receipt: Receipt, now: float) -> None:
-        """Take in a receipt of the open attempt; another one is nothing. Rank 0's own starts the deadline."""
+        """Take in a receipt of the open attempt; others are dropped. Rank 0's own starts the deadline."""
         attempt = self.open_attempt
-        if attempt is None or not belongs(receipt, self.generation, attempt.number):
+        if attempt is None or receipt.attempt != attempt.number or not records.is_of(receipt, self.generation):
             return
         self._receipts.setdefault(receipt.rank, receipt)
         if receipt.rank == 0 and self._deadline == math.inf:
@@ -131,11 +133,11 @@ class Chair:
         newest = self._board.attempts[-1] if self._board.attempts else None
         return newest if newest is not None and not newest.ended else None
 
-    def collected(self, number: int) -> dict[int, Receipt] | None:
-        """All ranks' receipts of the open attempt; None: some are missing."""
+    def collected(self) -> tuple[int, Mapping[int, Receipt]]:
+        """The open attempt's number and all ranks' receipts of it; 0 where some are missing."""
         attempt = self.open_attempt
-        whole = attempt is not None and attempt.number == number and len(self._receipts) == self.world_size
-        return dict(self._receipts) if whole else None
+        whole = attempt is not None and len(self._receipts) == self.world_size
+        return (attempt.number, dict(self._receipts)) if attempt is not None and whole else (0, {})
 
     def wanted(self) -> tuple[int, list[int]]:
         """The open attempt's number, and the ranks that have posted receipts which were not heard."""
@@ -157,6 +159,7 @@ class Chair:
             most_costs([card.costs for card in self.cards.values()]),
             {rank: card.requests for rank, card in sorted(self.cards.items()) if card.requests},
             reports if len(reports) == self.world_size else {},
+            tuple(rank for rank, card in sorted(self.cards.items()) if card.left),
         )
 
     # What time decides

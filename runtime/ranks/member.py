@@ -7,14 +7,14 @@ in those events next, and asks for the card last: so a rank that has promised to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from checkflow.runtime.ranks import records
 from checkflow.runtime.ranks.records import (
     Ack,
     Attempt,
     Board,
     Card,
-    Costs,
     End,
     EndAsked,
     Receipt,
@@ -38,8 +38,8 @@ class View:
         silent: ranks that do not answer, by rank 0's word; rank 0 itself, if its board does not change.
     """
 
-    schedule: Schedule = Schedule()
-    start: Start = Start()
+    schedule: Schedule = field(default_factory=Schedule)
+    start: Start = field(default_factory=Start)
     refusal: Refusal | None = None
     attempts: tuple[Attempt, ...] = ()
     end: End | None = None
@@ -77,7 +77,9 @@ class Member:
 
     def hear(self, board: Board, now: float) -> None:
         """Take in a board, unless it is of another start of the job or not newer."""
-        if board.generation != self.generation or (self._board is not None and board.serial <= self._board.serial):
+        if not records.is_of(board, self.generation):
+            return
+        if self._board is not None and board.serial <= self._board.serial:
             return
         self._board, self._heard = board, now
         if board.end is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from checkflow.core.errors import MismatchError, StorageError
+from checkflow.runtime.ranks import records
 from checkflow.runtime.ranks.records import Costs, Receipt
 
 LEAST_WAIT_SECONDS = 30.0
@@ -18,11 +19,6 @@ Coverage = Callable[[Sequence[Receipt]], None]  # raises CheckflowError unless e
 def wait_seconds(persist_seconds: float) -> float:
     """How long to wait for the other ranks' receipts, from the own one on."""
     return max(LEAST_WAIT_SECONDS, PERSIST_TIMES * persist_seconds)
-
-
-def belongs(receipt: Receipt, generation: str, attempt: int) -> bool:
-    """Whether a receipt is of this attempt of this start of the job. What a dead run has left is not."""
-    return (receipt.generation, receipt.attempt) == (generation, attempt)
 
 
 def check_version(
@@ -40,18 +36,26 @@ def check_version(
     for rank, receipt in enumerate(ordered):
         if receipt.failure:
             raise StorageError(f"rank {rank}: {receipt.failure}")
-        if receipt.rank != rank or not belongs(receipt, generation, attempt) or receipt.step != step:
+        named = receipt.rank == rank and records.is_of(receipt, generation)
+        if not named or (receipt.attempt, receipt.step) != (attempt, step):
             raise StorageError(
                 f"the receipt of rank {rank} is of rank {receipt.rank}, attempt {receipt.attempt} and step "
                 f"{receipt.step} of {receipt.generation}, not of attempt {attempt} and step {step} of {generation}"
             )
         if receipt.world_size != world_size:
             raise MismatchError(f"rank {rank} counts {receipt.world_size} ranks, rank 0 counts {world_size}")
-    names = [name for receipt in ordered for name in receipt.files]
-    if twice := {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set():
-        raise MismatchError(f"several ranks have written {min(twice)}")
-    coverage(ordered)
+    check_coverage(ordered, coverage)
     return ordered
+
+
+def check_coverage(ordered: Sequence[Receipt], coverage: Coverage) -> None:
+    """Raises MismatchError, or what ``coverage`` raises, unless the ranks' files hold each tensor exactly once."""
+    names: set[str] = set()
+    for receipt in ordered:
+        if twice := names & receipt.files.keys():
+            raise MismatchError(f"several ranks have written {min(twice)}, rank {receipt.rank} the last")
+        names |= receipt.files.keys()
+    coverage(ordered)
 
 
 def most_costs(costs: Sequence[Costs]) -> Costs:

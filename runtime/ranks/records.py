@@ -232,6 +232,11 @@ class Board:
     left: str = ""
 
 
+def is_of(record: Receipt | Card | Board, generation: str) -> bool:
+    """Whether a record is of this start of the job. What a dead run has left, or sends late, is not."""
+    return record.generation == generation
+
+
 CARD: TypeAdapter[Card] = TypeAdapter(Card)
 BOARD: TypeAdapter[Board] = TypeAdapter(Board)
 RECEIPT: TypeAdapter[Receipt] = TypeAdapter(Receipt)

@@ -1,8 +1,7 @@
-"""One look at the meeting place, and what follows from it: get, decide, put. The caller has the clock and the thread."""
+"""One look at the meeting place, and what follows: get, decide, put. The caller has the clock and the thread."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,6 @@ from checkflow.runtime.ranks.meeting import MeetingPlace
 from checkflow.runtime.ranks.member import Member, View
 from checkflow.runtime.ranks.records import BOARD, CARD, RECEIPT, Board, Card, dumps, loads
 
-logger = logging.getLogger("checkflow")
 Event = Callable[[Member, Chair | None, float], None]
 BOARD_KEY = "board"
 

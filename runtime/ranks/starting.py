@@ -59,5 +59,6 @@ def error_of(refusal: Refusal) -> CheckflowError:
     if refusal.kind == "MissingShardsError":
         return MissingShardsError(message, refusal.ranks)
     kind = getattr(errors, refusal.kind, None)
-    known = isinstance(kind, type) and issubclass(kind, CheckflowError)
-    return kind(message) if known else StorageError(message)
+    if isinstance(kind, type) and issubclass(kind, CheckflowError):
+        return kind(message)
+    return StorageError(message)
