@@ -19,7 +19,6 @@ from checkflow.runtime.ranks.records import (
     Costs,
     Ended,
     Receipt,
-    Refusal,
     Schedule,
     Start,
     StartReport,
@@ -172,25 +171,17 @@ class Chair:
             if (rank in self.cards and (self.cards[rank].left or now - self._heard[rank] >= self._silent_seconds))
             or (rank not in self.cards and now >= self._start_by)
         )
-        self._board = replace(self._board, silent=silent)
-        self._start(silent)
-        self._end(now)
-        self._settle(now)
-
-    def _start(self, silent: tuple[int, ...]) -> None:
-        if self._board.refusal is None:
-            start, refusal = starting.go_on(self._board.start, self.cards, self.world_size, silent)
-            self._board = replace(self._board, start=start, refusal=refusal)
-
-    def refuse(self, refusal: Refusal) -> None:
-        self._board = replace(self._board, refusal=self._board.refusal or refusal)
-
-    def _end(self, now: float) -> None:
-        end = ending.go_on(self._board.end, self.cards, self.world_size, self._board.silent, self._lead())
-        if end is not None and self._board.end is not None and end.number > self._board.end.number:
+        board = self._board
+        start, refusal = board.start, board.refusal
+        if refusal is None:
+            start, refusal = starting.go_on(start, self.cards, self.world_size, silent)
+        end = ending.go_on(board.end, self.cards, self.world_size, silent, self._lead())
+        if end is not None and board.end is not None and end.number > board.end.number:
             # A rank was past the boundary: news takes longer than was thought.
             self._notice_seconds = min(2 * self._notice_seconds, _LONGEST_NOTICE_SECONDS)
-        self._board = replace(self._board, end=end)
+        if (silent, start, refusal, end) != (board.silent, board.start, board.refusal, board.end):
+            self._board = replace(board, silent=silent, start=start, refusal=refusal, end=end)
+        self._settle(now)
 
     def _lead(self) -> int:
         iteration_seconds = max((card.iteration_seconds for card in self.cards.values()), default=0.0)

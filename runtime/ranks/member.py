@@ -47,8 +47,9 @@ class View:
     silent: tuple[int, ...] = ()
 
     def stops_at(self, step: int) -> bool:
-        """Whether training waits at this boundary until the end is agreed."""
-        return self.end is not None and self.end.at == step and not self.end_now
+        """Whether training ends at this boundary, or waits here until that is agreed."""
+        # With ``end_now`` too: a rank that has promised to stop must not pass because its grace is over.
+        return self.end_now or (self.end is not None and self.end.at == step)
 
     def attempt(self, number: int) -> Attempt | None:
         return next((one for one in self.attempts if one.number == number), None)

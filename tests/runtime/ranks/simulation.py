@@ -1,8 +1,8 @@
-"""Ranks on a simulated network, one deterministic event loop, one seed a schedule: what must hold is checked at its end.
+"""Ranks on a simulated network: a deterministic event loop, one seed a schedule, and what must hold at its end.
 
-The machines are the runtime's own (:class:`Rounds`, :class:`Member`, :class:`Chair`, :func:`check_version`). The network
-delays, reorders and loses what is put, and is cut at times; ranks are killed, and stopped for a while or for good. All
-starts of a job share one place without a prefix, so that old messages meet new ones.
+The machines are the runtime's own (Rounds, Member, Chair, check_version). The network delays, reorders and loses what
+is put, and is cut at times; ranks are killed, and stopped for a while or for good. All starts of a job share one place
+without a prefix, so that old messages meet new ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LENGTH, LAST_STEP = 40.0, 60  # of a schedule; of training
 Process = Iterator[float]
 
 
-class Broken(AssertionError):
+class BrokenError(AssertionError):
     """What must hold does not."""
 
 
@@ -151,8 +151,9 @@ class Seat:
             due = view.schedule.is_due(step) and (not world.faults or draw.random() < 0.98)
             if due:
                 self.captures.append(step)
-            elif draw.random() < 0.3 and self.captures:
-                self.tell(lambda member, chair, now, lost=self.captures.pop(): member.dropped(lost))  # type: ignore[misc]
+            elif world.faults and draw.random() < 0.05 and self.captures:
+                lost = self.captures.pop()
+                self.tell(lambda member, chair, now, lost=lost: member.dropped(lost))  # type: ignore[misc]
             if view.stops_at(step):
                 yield from self._wait_for_end(step, due)
                 if self.closing:
@@ -184,7 +185,7 @@ class Seat:
             yield 0.1
         if not self._refused():
             if self.view.start.step != self.resume:
-                raise Broken(f"rank {self.rank} restores {self.view.start.step}, not {self.resume}")
+                raise BrokenError(f"rank {self.rank} restores {self.view.start.step}, not {self.resume}")
             yield draw.uniform(0, 2)
             self.tell(lambda member, chair, now: member.report(StartReport("job", restored=True)))
         while self.view.start.stage != "train" and not self._refused():
@@ -193,7 +194,7 @@ class Seat:
             world.tally.refused += 1
             self.closing = True
         elif world.refusing is not None and self.generation == world.generation:
-            raise Broken(f"rank {self.rank} trains though rank {world.refusing} has refused")
+            raise BrokenError(f"rank {self.rank} trains though rank {world.refusing} has refused")
 
     def _refused(self) -> bool:
         return self.view.refusal is not None or 0 in self.view.silent
@@ -449,31 +450,33 @@ class World:
     def check(self) -> None:
         for version in self.versions:
             if set(version.parts) != {(version.generation, version.step)}:
-                raise Broken(f"a version of mixed steps: {version}")
+                raise BrokenError(f"a version of mixed steps: {version}")
             if version.covered != tuple(range(self.size)):
-                raise Broken(f"a version that is not covered: {version}")
+                raise BrokenError(f"a version that is not covered: {version}")
         for wait in self.waits:
             seat = wait.seat
             over = self.now if wait.ended is None else wait.ended
             away = seat.dead or seat.stopped_until >= self.now
             if over > wait.by + seat.stopped_seconds and not (away and wait.ended is None):
-                raise Broken(f"rank {seat.rank} of {seat.generation} waited too long for {wait.what}")
+                raise BrokenError(f"rank {seat.rank} of {seat.generation} waited too long for {wait.what}")
         for seat in self.seats:
             if seat.ended_at is None:
                 continue
             for other in self.peers(seat):
                 if other.entered > seat.ended_at or other.ended_at not in (None, seat.ended_at):
-                    raise Broken(f"rank {seat.rank} left at {seat.ended_at}, rank {other.rank} is at {other.entered}")
+                    raise BrokenError(
+                        f"rank {seat.rank} left at {seat.ended_at}, rank {other.rank} is at {other.entered}"
+                    )
         if not self.faults:
             ends = {seat.ended_at for seat in self.seats}
             if len(ends) != 1 or (ends == {None} and not all(seat.trained for seat in self.seats)):
-                raise Broken(f"a job without faults ended at {ends}")
+                raise BrokenError(f"a job without faults ended at {ends}")
             if not all(seat.finished for seat in self.seats):
-                raise Broken("a job without faults does not end")
+                raise BrokenError("a job without faults does not end")
 
 
 def simulate(seed: int, *, faults: bool = True, breaks: Callable[[], None] | None = None) -> Tally:
-    """Run one schedule. Raises Broken if something does not hold."""
+    """Run one schedule. Raises BrokenError if something does not hold."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(receipts, "LEAST_WAIT_SECONDS", RECEIPTS))
         # The records themselves travel: that they are read back as they were written is another test's.
