@@ -9,34 +9,28 @@ Attempts have random numbers, so that nothing of a dead run is taken for a part.
 from __future__ import annotations
 
 import contextlib
-import json
-import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-import xxhash
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError
 from checkflow.core.graph import STRICT, Many
-from checkflow.core.small_files import IrregularError
-from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES, MAX_STEP
+from checkflow.runtime.format.manifest import MAX_STEP
+from checkflow.runtime.ranks import meeting
+from checkflow.runtime.ranks.file_meeting import read_sealed, write_sealed
+from checkflow.runtime.ranks.records import dumps, name_ranks
 from checkflow.runtime.shards.ownership import TableInfo
 from checkflow.runtime.store.cleanup import DRAFT
-from checkflow.runtime.store.file_writer import write_file
 from checkflow.runtime.store.parts import Written, folder_name
-from checkflow.runtime.store.store import reported, sync_folder
+from checkflow.runtime.store.store import reported
 from checkflow.runtime.system import fs
 
 BOARD = ".shards.json"
 _KEPT = 16  # attempts on the board; a rank is at most one behind
-_POLL_SECONDS = (0.005, 0.25)  # the first wait, and the longest
-_SEALED = re.compile(rb"([0-9a-f]{32})\n(.*)", re.DOTALL)
 _T = TypeVar("_T")
-_monotonic, _sleep = time.monotonic, time.sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +110,8 @@ def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own
     if not in_time:
         missing = tuple(rank for rank in range(world_size) if rank not in found)
         raise MissingShardsError(
-            f"no record of {_ranks(missing)} of {world_size} within {wait_seconds:g} s: did the process end, and do "
-            "all see the same directory?",
+            f"no record of {name_ranks(missing)} of {world_size} within {wait_seconds:g} s: did the process end, and "
+            "do all see the same directory?",
             missing,
         )
     return tuple(found[rank] for rank in range(world_size))
@@ -248,46 +242,24 @@ def read_board(root: int) -> Board | None:
 
 
 def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
-    """Read a small file; None if it is missing or its digest is wrong."""
+    """Read a small file; None if it is missing, its digest is wrong, or it holds something else."""
+    body = read_sealed(folder, name)
     try:
-        found = _SEALED.fullmatch(fs.read_small(name, MAX_MANIFEST_BYTES, dir_fd=folder))
-    except (FileNotFoundError, IrregularError):
-        return None
-    if not found or xxhash.xxh3_128_hexdigest(found[2]).encode() != found[1]:
-        return None
-    try:
-        return adapter.validate_json(found[2])
+        return None if body is None else adapter.validate_json(body)
     except ValidationError:
         return None
 
 
-def _put(folder: int, adapter: TypeAdapter[Any], value: Any, draft: str, name: str) -> None:
+def _put(folder: int, adapter: TypeAdapter[_T], value: _T, draft: str, name: str) -> None:
     """Replace a small file, durably and atomically."""
-    body = json.dumps(adapter.dump_python(value, mode="json"), separators=(",", ":")).encode()
-    fs.make_way(draft, name, dir_fd=folder)
-    sealed = xxhash.xxh3_128_hexdigest(body).encode() + b"\n" + body
-    write_file(folder, draft, iter([memoryview(sealed)]))
-    fs.rename(draft, name, dir_fd=folder)
-    sync_folder(folder)
+    write_sealed(folder, dumps(adapter, value), draft, name)
 
 
 def _note(rank: int, kind: str) -> str:
     return f".{kind}-{rank:05d}"
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
-    named = ", ".join(str(rank) for rank in ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
-
-
 def wait_until(happened: Callable[[], _T | None], wait_seconds: float) -> _T | None:
-    """Poll until ``happened`` returns something, at least once; None when the time is over."""
-    end, pause = _monotonic() + wait_seconds, _POLL_SECONDS[0]
+    """:func:`meeting.wait_until`, whose errors of the operating system say what could not be done."""
     with reported("cannot meet the other ranks"):
-        while (found := happened()) is None:
-            left = end - _monotonic()
-            if left <= 0:
-                return None
-            _sleep(min(pause, left))
-            pause = min(2 * pause, _POLL_SECONDS[1])
-        return found
+        return meeting.wait_until(happened, wait_seconds)

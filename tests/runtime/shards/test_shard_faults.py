@@ -17,6 +17,7 @@ import pytest
 
 from checkflow import shards
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError
+from checkflow.runtime.ranks import meeting
 from checkflow.runtime.shards import rendezvous
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance
@@ -42,7 +43,7 @@ def time_is_over(patch: pytest.MonkeyPatch, over: Callable[[str], bool]) -> None
     def monotonic() -> float:
         return time.monotonic() + (1e6 * next(jumps) if over(threading.current_thread().name) else 0)
 
-    patch.setattr(rendezvous, "_monotonic", monotonic)
+    patch.setattr(meeting, "_monotonic", monotonic)
 
 
 def test_a_rank_that_does_not_come_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +123,13 @@ def test_what_a_dead_run_left_never_completes_a_version(
             late.wait()
         return shards.save_shard(directory, 2, rank, 2, run_id="run", **alive.part(rank, 2))
 
-    real = rendezvous._sleep
+    real = meeting._sleep
 
     def sleep(seconds: float) -> None:
         late.set()  # rank 1 found nothing to do but to wait
         real(seconds)
 
-    monkeypatch.setattr(rendezvous, "_sleep", sleep)
+    monkeypatch.setattr(meeting, "_sleep", sleep)
     assert together(2, save) == [directory / "step-00000002"] * 2
     alive.check(directory, 3, 2)
     dead.check(directory, 2, 1)

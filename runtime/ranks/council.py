@@ -1,0 +1,391 @@
+"""The council of one job's ranks: a thread that drives the machines over the meeting place, and the calls on them.
+
+The training thread writes into a queue and reads ``view``: it takes no lock and never waits, but where all ranks end.
+Other threads may wait for news, each with a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+from checkflow.core.errors import CheckflowError, MissingShardsError, StorageError
+from checkflow.runtime.ranks import receipts, starting
+from checkflow.runtime.ranks.chair import Chair, Overview
+from checkflow.runtime.ranks.meeting import MeetingPlace
+from checkflow.runtime.ranks.member import Member, View
+from checkflow.runtime.ranks.records import Attempt, Ended, Receipt, Schedule, StartReport
+from checkflow.runtime.ranks.rounds import Event, Rounds
+
+logger = logging.getLogger("checkflow")
+_FAST_SECONDS, _SLOW_SECONDS = 0.005, 0.05  # between looks: while a thread waits for news, and otherwise
+_SECONDS_A_RANK = 5e-5  # at least so many for each rank, or they would keep the store from its work
+_BEAT_SECONDS = 1.0
+_MARGIN_SECONDS = 5.0  # for rank 0's word after its own deadline
+_CLOSE_SECONDS = 2.0
+_T = TypeVar("_T")
+
+
+class Council:
+    """One rank's seat in the council; rank 0 has the chair, too.
+
+    Args:
+        open_place: makes this rank's connection to the meeting place, on the council's thread; tried again while it
+            raises StorageError.
+        silent_seconds: after which a rank that says nothing counts as dead.
+        start_seconds: within which all ranks come to the start.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        generation: str,
+        open_place: Callable[[], MeetingPlace],
+        *,
+        silent_seconds: float = 15.0,
+        start_seconds: float = 60.0,
+    ) -> None:
+        now = time.monotonic()
+        self.rank, self.world_size, self.generation = rank, world_size, generation
+        self._open_place, self._start_seconds = open_place, start_seconds
+        chair = None
+        if rank == 0:
+            chair = Chair(generation, world_size, now, silent_seconds=silent_seconds, start_seconds=start_seconds)
+        self._rounds = Rounds(
+            Member(rank, generation, now, silent_seconds), chair, world_size, _BEAT_SECONDS, self._publish
+        )
+        self.view = View()
+        self.overview = Overview()  # rank 0's
+        self._collected: tuple[int, Mapping[int, Receipt]] = 0, {}  # rank 0's: an attempt's, once all are there
+        self._patience_seconds = receipts.LEAST_WAIT_SECONDS  # for the others' receipts
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._wake = threading.Event()
+        self._waiting = 0  # threads
+        self._closing = self._ended = False
+        self._error: BaseException | None = None  # that has ended the thread
+        self._thread = threading.Thread(target=self._run, name="checkflow-council", daemon=True)
+        self._thread.start()
+
+    # The start
+
+    def agree_start(
+        self, report: StartReport, choose: Callable[[Mapping[int, StartReport]], int | None] | None = None
+    ) -> int | None:
+        """Come to the start with all ranks; returns the step that all restore, or None to begin anew.
+
+        Args:
+            choose: rank 0's: the step, from all ranks' reports.
+
+        Raises:
+            MissingShardsError: a rank did not come, or ended; ``ranks`` names it.
+            MismatchError: the ranks' ``job`` differs.
+            CheckflowError: what another rank has refused with, by the same class.
+        """
+        self._tell(lambda member, chair, now: member.report(report))
+        if self.rank == 0:
+            assert choose is not None, "rank 0 chooses the step"
+            self._await_start(lambda: self.overview.reports or None, self._start_seconds)
+            try:
+                step = choose(self.overview.reports)
+            except BaseException as error:
+                self.refuse(error)
+                raise
+            self._tell(lambda member, chair, now: None if chair is None else chair.resume(step))
+        self._await_start(lambda: self.view.start.stage != "reports" or None, 2 * self._start_seconds)
+        return self.view.start.step
+
+    def agree_restored(self, report: StartReport, wait_seconds: float) -> None:
+        """This rank has restored; returns when all have, and their replicas agree. Raises as :meth:`agree_start`."""
+        self._tell(lambda member, chair, now: member.report(report))
+        self._await_start(lambda: self.view.start.stage == "train" or None, wait_seconds)
+
+    def refuse(self, error: BaseException) -> None:
+        """This rank cannot start: all others raise the same. Returns when that is at the meeting place, if it can."""
+        refusal = starting.refusal_of(error, self.rank)
+        self._tell(lambda member, chair, now: member.refuse(refusal))
+        self._wait(lambda: self.view.refusal, _MARGIN_SECONDS)
+
+    def _await_start(self, happened: Callable[[], _T | None], wait_seconds: float) -> _T:
+        def settled() -> _T | CheckflowError | None:
+            if self.view.refusal is not None:
+                return starting.error_of(self.view.refusal)
+            if 0 in self.view.silent and self.rank:
+                return MissingShardsError(f"rank 0 of {self.world_size} does not answer: did it end?", (0,))
+            return happened()
+
+        found: Any = self._wait(settled, wait_seconds + _MARGIN_SECONDS)
+        if isinstance(found, CheckflowError):
+            raise found
+        if found is None:
+            raise MissingShardsError(
+                f"the start of {self.world_size} ranks was not agreed within {wait_seconds + _MARGIN_SECONDS:g} s"
+                + (f": {self._rounds.fault}" if self._rounds.fault else ": rank 0 has not decided"),
+                (0,),
+            )
+        return cast(_T, found)
+
+    # The training thread
+
+    def note_boundary(self, step: int) -> View:
+        """Training has come to a boundary; what holds there. :meth:`leave_boundary` or :meth:`await_end` comes next."""
+        self._events.put(lambda member, chair, now: member.arrived(step))
+        return self.view  # read after the event is in the queue: see member.py
+
+    def leave_boundary(self, step: int, *, captured: bool) -> None:
+        """Training goes on; whether a capture of this boundary has begun."""
+        passed = time.monotonic()
+        self._events.put(lambda member, chair, now: member.passed(step, passed, captured=captured))
+
+    def await_end(self, step: int, *, captured: bool, wait_seconds: float) -> bool:
+        """Wait at a boundary at which ``view.stops_at(step)``; False: training goes on to a later one.
+
+        Args:
+            captured: whether a capture of this boundary has begun.
+            wait_seconds: what is left of the grace. When it is over, training ends here.
+        """
+        self._tell(lambda member, chair, now: member.waits(step, captured=captured))
+
+        def decided() -> bool | None:
+            view = self.view
+            if view.end is None or view.end_now or view.end.at is None or (view.end.at == step and view.end.agreed):
+                return True
+            return False if view.end.at != step else None
+
+        ends = self._wait(decided, wait_seconds) is not False
+        if not ends:
+            self.leave_boundary(step, captured=captured)
+        return ends
+
+    def request_end(self, reason: str, grace_seconds: float) -> None:
+        """All ranks are to end. A signal handler may call this."""
+        self._events.put(lambda member, chair, now: member.ask_end(reason, now, grace_seconds))
+
+    def request(self, name: str, value: str) -> None:
+        """Something that rank 0's policy decides about: in its ``overview.requests``."""
+        self._events.put(lambda member, chair, now: member.request(name, value))
+
+    def schedule(self, schedule: Schedule) -> None:
+        """Rank 0: which boundaries are captured, decided ``overview.lead`` iterations ahead."""
+        self._events.put(lambda member, chair, now: None if chair is None else chair.schedule(schedule))
+
+    # The writer's thread
+
+    def note_dropped(self, step: int) -> None:
+        """The capture of a boundary is lost, or replaced: a version of it is void."""
+        self._tell(lambda member, chair, now: member.dropped(step))
+
+    def open_attempt(self, step: int) -> Attempt:
+        """Rank 0: begin to write a version. The others' :meth:`await_attempt` returns."""
+        answer: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def open_it(member: Member, chair: Chair | None, now: float) -> None:
+            assert chair is not None, "rank 0 opens attempts"
+            answer.put(chair.open(step))
+
+        self._tell(open_it)
+        found = self._wait(lambda: None if answer.empty() else answer.get(), _MARGIN_SECONDS)
+        if found is None:
+            raise StorageError(f"the council does not answer: {self._rounds.fault or 'its thread is held up'}")
+        return Attempt(found, step)
+
+    def await_attempt(self, step: int, wait_seconds: float, *, after: int = 0) -> Attempt:
+        """Another rank: the attempt to write this step, newer than attempt ``after``.
+
+        Raises:
+            MissingShardsError: rank 0 does not begin it in time.
+            StorageError: rank 0 writes a later step instead.
+        """
+
+        def begun() -> Attempt | bool | None:
+            later = [one for one in self.view.attempts if one.number > after and one.step >= step]
+            mine = [one for one in later if one.step == step]
+            return mine[-1] if mine else (False if later else None)
+
+        found = self._wait(begun, wait_seconds)
+        if isinstance(found, Attempt):
+            return found
+        if found is False:
+            raise StorageError(f"rank 0 saves a later step than {step}")
+        raise MissingShardsError(f"rank 0 did not begin to save step {step} within {wait_seconds:g} s", (0,))
+
+    def post_receipt(self, receipt: Receipt) -> None:
+        """This rank's files of an attempt are on storage, or why they are not."""
+        self._patience_seconds = receipts.wait_seconds(receipt.costs.persist_seconds)
+        self._tell(lambda member, chair, now: member.post(receipt))
+
+    def collect(self, attempt: Attempt, coverage: receipts.Coverage) -> tuple[Receipt, ...]:
+        """Rank 0, after its own receipt: all ranks' receipts, which make a version. :meth:`conclude` comes next.
+
+        Raises:
+            MissingShardsError: a rank's receipt did not come in time, or cannot come; ``ranks`` names it.
+            StorageError: a rank could not write.
+            MismatchError: ranks contradict each other; and what ``coverage`` raises.
+        """
+
+        def whole() -> Mapping[int, Receipt] | Attempt | None:
+            ended = self.view.attempt(attempt.number)
+            if ended is not None and ended.ended:
+                return ended
+            number, found = self._collected
+            return found if number == attempt.number else None
+
+        # The chair ends the attempt at its deadline, and this wait with it.
+        found: Any = self._wait(whole, self._patience_seconds + _MARGIN_SECONDS)
+        if found is None:
+            raise StorageError(f"step {attempt.step} was not saved: the council of the ranks does not answer")
+        if isinstance(found, Attempt):
+            raise _error_of(found)
+        return receipts.check_version(found, self.generation, attempt.number, attempt.step, self.world_size, coverage)
+
+    def conclude(self, attempt: Attempt, error: BaseException | None = None) -> None:
+        """Rank 0: the version is on storage, or why it is not. The others' :meth:`await_verdict` returns."""
+        reason = "" if error is None else " ".join(str(error).split()) or type(error).__name__
+        missing = error.ranks if isinstance(error, MissingShardsError) else ()
+        ended: Ended = "committed" if error is None else "failed"
+        self._tell(
+            lambda member, chair, now: None if chair is None else chair.conclude(attempt.number, ended, reason, missing)
+        )
+
+    def await_verdict(self, attempt: Attempt, wait_seconds: float) -> None:
+        """Another rank: returns when the version is on storage.
+
+        Raises:
+            MissingShardsError: a rank is missing, or rank 0 does not say in time; then nothing is known of the version.
+            StorageError: the attempt has failed.
+        """
+
+        def ended() -> Attempt | bool | None:
+            found = self.view.attempt(attempt.number)
+            if found is not None and found.ended:
+                return found
+            newer = any(one.number > attempt.number for one in self.view.attempts)
+            return False if 0 in self.view.silent or (found is None and newer) else None
+
+        found = self._wait(ended, wait_seconds)
+        if not isinstance(found, Attempt):
+            raise MissingShardsError(f"rank 0 did not say how step {attempt.step} ended: did the process end?", (0,))
+        if found.ended != "committed":
+            raise _error_of(found)
+
+    # The end
+
+    def close(self, reason: str = "done") -> None:
+        """Take part no longer; the others learn of it. May be called again."""
+        if self._closing:
+            return
+        if self.rank == 0:  # the store may end with this process, and the others have not read its last word
+            others = set(range(1, self.world_size))
+            self._wait_quietly(lambda: others <= {*self.overview.left, *self.view.silent}, _CLOSE_SECONDS)
+
+        def leave(member: Member, chair: Chair | None, now: float) -> None:
+            member.leave(reason)
+            if chair is not None:
+                chair.leave(reason)
+
+        self._events.put(leave)
+        self._closing = True  # after the event: the last round takes it along
+        self._wake.set()
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("the meeting place of the ranks does not answer: it is left without a word")
+
+    # The council's thread
+
+    def _publish(self, view: View) -> None:
+        self.view = view
+
+    def _tell(self, event: Event) -> None:
+        self._events.put(event)
+        self._wake.set()
+
+    def _drain(self) -> Iterator[Event]:
+        for _ in range(self._events.qsize()):
+            yield self._events.get()
+
+    def _run(self) -> None:
+        place: MeetingPlace | None = None
+        try:
+            while not self._ended:
+                # What was asked before this round is in the queue, and goes out with it.
+                self._ended = self._closing
+                self._wake.clear()
+                if place is None:
+                    place = self._try_place()
+                self._rounds.run(place or _NoPlace(self._rounds.fault), time.monotonic(), self._drain)
+                if self._rounds.chair is not None:
+                    self.overview = self._rounds.chair.overview()
+                    self._collected = self._rounds.chair.collected()
+                with self._news:
+                    self._news.notify_all()
+                if not self._closing:
+                    fast = _FAST_SECONDS if self._waiting else _SLOW_SECONDS
+                    self._wake.wait(max(fast, _SECONDS_A_RANK * self.world_size))
+        except BaseException as error:  # noqa: BLE001 - each wait raises it, on its own thread
+            self._error = error
+            logger.error("the council of the ranks has ended: %s", error)
+        finally:
+            if place is not None:
+                place.close()
+            with self._news:
+                self._ended = True
+                self._news.notify_all()
+
+    def _try_place(self) -> MeetingPlace | None:
+        try:
+            return self._open_place()
+        except StorageError as error:
+            self._rounds.fault = error
+            return None
+
+    def _wait_quietly(self, happened: Callable[[], bool], wait_seconds: float) -> None:
+        """:meth:`_wait`, where it does not matter why it ended."""
+        with contextlib.suppress(StorageError):
+            self._wait(lambda: happened() or None, wait_seconds)
+
+    def _wait(self, happened: Callable[[], _T | None], wait_seconds: float) -> _T | None:
+        """Wait for news until ``happened`` returns something; None when the time is over."""
+        end = time.monotonic() + wait_seconds
+        with self._news:
+            self._waiting += 1
+            try:
+                while (found := happened()) is None:
+                    if self._error is not None:
+                        raise StorageError(f"the council of the ranks has ended: {self._error}")
+                    left = end - time.monotonic()
+                    if left <= 0 or self._ended:
+                        return None
+                    self._news.wait(left)
+                return found
+            finally:
+                self._waiting -= 1
+
+
+class _NoPlace:
+    """Stands for a meeting place that cannot be reached yet."""
+
+    def __init__(self, fault: StorageError | None) -> None:
+        self._fault = fault or StorageError("the meeting place of the ranks is not there yet")
+
+    def put(self, key: str, value: bytes) -> None:
+        raise self._fault
+
+    def get(self, keys: object) -> dict[str, bytes]:
+        raise self._fault
+
+    def drop(self, keys: object) -> None:
+        raise self._fault
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _error_of(attempt: Attempt) -> StorageError:
+    text = f"step {attempt.step} was not saved: {attempt.reason}"
+    return MissingShardsError(text, attempt.missing) if attempt.missing else StorageError(text)

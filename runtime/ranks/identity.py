@@ -1,0 +1,70 @@
+"""Which rank of which job this process is. Imports torch only where it is in use."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from checkflow.core.errors import UnsupportedError
+
+_UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process of a job of several.
+
+    Attributes:
+        local_rank: among the processes of its node.
+        node: by number under torchrun, otherwise by host name.
+        generation: the same for all ranks of one start of the job, and of no other; "": to be agreed at the place.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: str
+    generation: str
+
+
+def find_identity(environment: Mapping[str, str] = os.environ) -> Identity | None:
+    """This process's identity by torch.distributed; None: it trains alone, and needs no council.
+
+    Raises:
+        UnsupportedError: torchrun has started several processes, and the process group is not there yet.
+    """
+    group = _process_group()
+    if group is None:
+        if environment.get("TORCHELASTIC_RUN_ID") and environment.get("WORLD_SIZE", "1") != "1":
+            raise UnsupportedError(
+                f"torchrun has started {environment['WORLD_SIZE']} ranks: call torch.distributed.init_process_group() "
+                "before you make the Checkpointer"
+            )
+        return None
+    rank, world_size = group
+    if world_size == 1:
+        return None
+    local = environment.get("LOCAL_RANK", "")
+    node = environment.get("GROUP_RANK") or socket.gethostname()
+    return Identity(rank, world_size, int(local) if local.isdecimal() else rank, node, generation_of(environment))
+
+
+def generation_of(environment: Mapping[str, str]) -> str:
+    """The start of the job that torchrun counts; "" under another launcher."""
+    run, restart = environment.get("TORCHELASTIC_RUN_ID"), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # "none" is what torchrun calls a run with a static rendezvous, each time: a later run may meet at the same files.
+    if not run or run == "none":
+        return ""
+    return f"{_UNFIT.sub('-', run)[:60]}.{_UNFIT.sub('-', restart)[:10]}"
+
+
+def _process_group() -> tuple[int, int] | None:
+    """Rank and world size of the default process group."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()

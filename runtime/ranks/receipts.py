@@ -1,0 +1,67 @@
+"""When a version exists: every rank's receipt names the same generation, attempt and step, and all is covered.
+
+Safety rests on this module alone. What ranks agree on beforehand only makes it likely that versions get so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from checkflow.core.errors import MismatchError, StorageError
+from checkflow.runtime.ranks import records
+from checkflow.runtime.ranks.records import Costs, Receipt
+
+LEAST_WAIT_SECONDS = 30.0
+PERSIST_TIMES = 4
+Coverage = Callable[[Sequence[Receipt]], None]  # raises CheckflowError unless each tensor is there exactly once
+
+
+def wait_seconds(persist_seconds: float) -> float:
+    """How long to wait for the other ranks' receipts, from the own one on."""
+    return max(LEAST_WAIT_SECONDS, PERSIST_TIMES * persist_seconds)
+
+
+def check_version(
+    receipts: Mapping[int, Receipt], generation: str, attempt: int, step: int, world_size: int, coverage: Coverage
+) -> tuple[Receipt, ...]:
+    """The receipts by rank, if they make a version: called last before its manifest is written.
+
+    Raises:
+        StorageError: a rank has written nothing, or something else.
+        MismatchError: ranks contradict each other; and what ``coverage`` raises.
+    """
+    if missing := [rank for rank in range(world_size) if rank not in receipts]:
+        raise StorageError(f"no receipt of rank {missing[0]} for step {step}")
+    ordered = tuple(receipts[rank] for rank in range(world_size))
+    for rank, receipt in enumerate(ordered):
+        if receipt.failure:
+            raise StorageError(f"rank {rank}: {receipt.failure}")
+        named = receipt.rank == rank and records.is_of(receipt, generation)
+        if not named or (receipt.attempt, receipt.step) != (attempt, step):
+            raise StorageError(
+                f"the receipt of rank {rank} is of rank {receipt.rank}, attempt {receipt.attempt} and step "
+                f"{receipt.step} of {receipt.generation}, not of attempt {attempt} and step {step} of {generation}"
+            )
+        if receipt.world_size != world_size:
+            raise MismatchError(f"rank {rank} counts {receipt.world_size} ranks, rank 0 counts {world_size}")
+    check_coverage(ordered, coverage)
+    return ordered
+
+
+def check_coverage(ordered: Sequence[Receipt], coverage: Coverage) -> None:
+    """Raises MismatchError, or what ``coverage`` raises, unless the ranks' files hold each tensor exactly once."""
+    names: set[str] = set()
+    for receipt in ordered:
+        if twice := names & receipt.files.keys():
+            raise MismatchError(f"several ranks have written {min(twice)}, rank {receipt.rank} the last")
+        names |= receipt.files.keys()
+    coverage(ordered)
+
+
+def most_costs(costs: Sequence[Costs]) -> Costs:
+    """The greatest of each: the slowest rank holds all."""
+    return Costs(
+        max((one.stall_seconds for one in costs), default=0.0),
+        max((one.persist_seconds for one in costs), default=0.0),
+        max((one.interference_seconds for one in costs), default=0.0),
+    )

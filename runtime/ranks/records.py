@@ -1,0 +1,266 @@
+"""What ranks tell each other, as frozen data: each rank its card and its receipts, rank 0 its board.
+
+A card or a board holds all that its writer has to say, and replaces the one before: what is lost, late or read twice
+does no harm. ``serial`` says which of two is newer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+
+from checkflow.core.errors import StorageError, first_fault
+from checkflow.core.graph import STRICT, Many, Named
+from checkflow.runtime.format.manifest import MAX_STEP, FileEntry, FileName, Size
+
+Rank = Annotated[int, Field(ge=0, lt=2**20)]
+Count = Annotated[int, Field(ge=0)]
+Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
+Seconds = Annotated[float, Field(ge=0)]
+Generation = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,80}\z")]
+Ended = Literal["", "committed", "failed"]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor, or a box of one, in a rank's file. ``shape``, ``offsets``: of the whole, and the box's place in it."""
+
+    __pydantic_config__ = STRICT
+    file: FileName
+    key: str
+    dtype: str
+    lengths: Many[Size]
+    shape: Many[Size]
+    offsets: Many[Size]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a rank has measured of checkpoints lately; rank 0 decides by the maximum of all ranks."""
+
+    __pydantic_config__ = STRICT
+    stall_seconds: Seconds = 0.0  # of training, a checkpoint
+    persist_seconds: Seconds = 0.0  # from a capture's end to its files on storage
+    interference_seconds: Seconds = 0.0  # by which an iteration is longer beside a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a rank has written durably for one attempt; or, with ``failure``, why it has not.
+
+    Attributes:
+        parts: boxes of state tensors by name, in the files of this receipt.
+        extra_digest: of the state beside tensors that this rank saw.
+    """
+
+    __pydantic_config__ = STRICT
+    rank: Rank
+    world_size: Annotated[int, Field(ge=1)]
+    generation: Generation
+    attempt: Count
+    step: Step
+    files: Named[FileName, FileEntry] = field(default_factory=dict)
+    parts: Named[str, Many[Part]] = field(default_factory=dict)
+    extra_digest: str = ""
+    costs: Costs = Costs()
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt of all ranks to write one version. ``ended``: "" while it is open."""
+
+    __pydantic_config__ = STRICT
+    number: Count
+    step: Step
+    ended: Ended = ""
+    reason: str = ""
+    missing: Many[Rank] = ()  # ranks whose receipts did not come
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error that one rank has met and all are to raise. ``kind``: the class of checkflow/core/errors.py."""
+
+    __pydantic_config__ = STRICT
+    kind: str
+    message: str
+    ranks: Many[Rank] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """What a rank brings to the start.
+
+    Attributes:
+        job: digest of what must be the same on all ranks: arguments and names of the state.
+        steps: that this rank could restore, by itself, from host memory.
+        restored: whether the agreed step is restored here.
+        replicas: digests of replicated state after the restore, by name of the group that must agree.
+    """
+
+    __pydantic_config__ = STRICT
+    job: str = ""
+    steps: Many[Step] = ()
+    restored: bool = False
+    replicas: Named[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Rank 0's word on the start. ``stage``: reports are awaited, all restore ``step`` (None: begin anew), training."""
+
+    __pydantic_config__ = STRICT
+    stage: Literal["reports", "restore", "train"] = "reports"
+    step: Step | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndAsked:
+    """A rank is asked to end, by a signal. ``left_seconds``: of its grace, when this was written."""
+
+    __pydantic_config__ = STRICT
+    reason: str
+    left_seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The boundary after which all ranks end together.
+
+    Attributes:
+        number: of the proposal; a later one replaces it where a rank was past its boundary.
+        at: the last iteration; None: a rank is dead, and nobody tries to reach a boundary.
+        agreed: all ranks have acknowledged it, so none goes past it.
+    """
+
+    __pydantic_config__ = STRICT
+    number: Count
+    at: Step | None
+    reason: str
+    left_seconds: Seconds
+    agreed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """A rank's answer to a proposal of an end: it will stop there, or is past it."""
+
+    __pydantic_config__ = STRICT
+    number: Count
+    late: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which boundaries are captured.
+
+    Attributes:
+        steps: those captured up to ``horizon``.
+        horizon: the last boundary that rank 0 has decided.
+        interval: beyond it, each so many iterations from ``horizon`` are captured in doubt; 0: none.
+    """
+
+    __pydantic_config__ = STRICT
+    steps: Many[Step] = ()
+    horizon: Step = 0
+    interval: Count = 0
+
+    def is_due(self, step: int) -> bool:
+        if step <= self.horizon:
+            return step in self.steps
+        base = self.steps[-1] if self.steps else self.horizon
+        return bool(self.interval) and (step - base) % self.interval == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """All that a rank says.
+
+    Attributes:
+        passed: the last boundary that training went on from, or waits at.
+        captured: boundaries captured and not yet decided, ascending.
+        since: boundaries before this one are not in ``captured`` any more.
+        posted: the newest attempt whose receipt of this rank is at the meeting place; 0: none.
+        costs: see :class:`Costs`.
+        iteration_seconds: the time of one iteration, lately; 0: not known.
+        requests: what rank 0's policy is to decide about, such as a demanded checkpoint, by name.
+        left: why this rank takes part no longer; "": it does.
+    """
+
+    __pydantic_config__ = STRICT
+    rank: Rank
+    generation: Generation
+    serial: Count
+    passed: Step = 0
+    captured: Many[Step] = ()
+    since: Step = 0
+    posted: Count = 0
+    costs: Costs = Costs()
+    iteration_seconds: Seconds = 0.0
+    start: StartReport | None = None
+    refusal: Refusal | None = None
+    requests: Named[str, str] = field(default_factory=dict)
+    end_asked: EndAsked | None = None
+    ack: Ack | None = None
+    left: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """All that rank 0 says to all.
+
+    Attributes:
+        attempts: the last ones, the newest last.
+        silent: ranks whose cards do not change any more, or that have left.
+    """
+
+    __pydantic_config__ = STRICT
+    generation: Generation
+    serial: Count
+    world_size: Annotated[int, Field(ge=1)]
+    start: Start = Start()
+    refusal: Refusal | None = None
+    schedule: Schedule = Schedule()
+    attempts: Many[Attempt] = ()
+    end: End | None = None
+    silent: Many[Rank] = ()
+    left: str = ""
+
+
+def is_of(record: Receipt | Card | Board, generation: str) -> bool:
+    """Whether a record is of this start of the job. What a dead run has left, or sends late, is not."""
+    return record.generation == generation
+
+
+CARD: TypeAdapter[Card] = TypeAdapter(Card)
+BOARD: TypeAdapter[Board] = TypeAdapter(Board)
+RECEIPT: TypeAdapter[Receipt] = TypeAdapter(Receipt)
+
+
+def dumps(adapter: TypeAdapter[_T], value: _T) -> bytes:
+    """A record as JSON."""
+    plain: Any = adapter.dump_python(value, mode="json")
+    return json.dumps(plain, separators=(",", ":")).encode()
+
+
+def loads(adapter: TypeAdapter[_T], data: bytes, what: str) -> _T:
+    """A record from JSON. Raises StorageError that names ``what`` if it is none."""
+    try:
+        return adapter.validate_json(data)
+    except ValidationError as error:
+        raise StorageError(f"{what} is damaged, or of another version of checkflow: {first_fault(error)}") from None
+
+
+def name_ranks(ranks: tuple[int, ...]) -> str:
+    """ "rank 3", "ranks 1, 2 and 4", at most eight of them."""
+    named = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > 8:
+        named.append(f"{len(ranks) - 8} more")
+    if len(named) == 1:
+        return f"rank {named[0]}"
+    return f"ranks {', '.join(named[:-1])} and {named[-1]}"
