@@ -22,9 +22,9 @@ import pytest
 
 from checkflow.core.errors import LockedError, StorageError
 from checkflow.runtime.store.cleanup import is_leftover, temporary_name
+from checkflow.runtime.store.file_writer import Image
 from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.reader import open_checkpoint
-from checkflow.runtime.store.file_writer import Image
 from checkflow.runtime.system import fs
 from tests.runtime.store.test_store import CONTENT, LAYOUT, commit, new_store, newest, steps
 from tests.support.faults import CUTS, Disk, Faults, Killed
