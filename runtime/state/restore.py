@@ -296,14 +296,17 @@ def restore_rank(
                 of = of.rpartition(".")[0]
             if of not in parameters:
                 raise MismatchError(f"{path}: the checkpoint's {name} is not in the job")
-            box = of_parameter[id(parameters[of])]  # of state that the optimizer has yet to make
+            # Of state that the optimizer has yet to make.
+            box = of_parameter.get(id(parameters[of])) or whole(entry.shape)
         return box if box.shape == entry.shape else whole(entry.shape)  # a number, or a mismatch that is found later
 
     def narrow(described: Manifest) -> Manifest:
         wanted: dict[str, Box] = {}
         further = [(name, of) for name, of in described.ties if name in placed]
         for name, source in (*names_of_rank(described.tensors, view.rank).items(), *further):
-            wanted.setdefault(source, box_of(name, described.tensors[source]))
+            box = box_of(name, described.tensors[source])
+            if wanted.setdefault(source, box) != box:  # two tensors of the job that are one in the version
+                wanted[source] = whole(box.shape)
         return narrow_to(described, wanted, view.rank)
 
     with naming(path), open_checkpoint(path, narrow, trust=trust) as checkpoint:

@@ -62,9 +62,10 @@ def save(rank: int, world_size: int, kind: str, directory: Path) -> Values:
     return save_job(model, optimizer, view_of(kind, rank, world_size), directory)
 
 
-def save_job(model: nn.Module, optimizer: torch.optim.Optimizer, view: RankView, directory: Path) -> Values:
+def save_job(model: nn.Module, optimizer: torch.optim.Optimizer | None, view: RankView, directory: Path) -> Values:
     rank, world_size = view.rank, view.world_size
-    models, optimizers = {"model": model}, {"optimizer": optimizer}
+    models: dict[str, nn.Module] = {"model": model}
+    optimizers = {} if optimizer is None else {"optimizer": optimizer}
     walk = StateWalk(models, optimizers, of_a_rank=True)
     state = walk.current()
     assert walk.current() is state
@@ -240,8 +241,14 @@ def test_tied_parts(tmp_path: Path, alone: RankView) -> None:
     other, fresh = sharded(Tied())
     restore_rank(path, alone, {"model": other}, {"optimizer": fresh}, {})
     assert_equal(values({"model": other}, {"optimizer": fresh}), expected)
+    # Without an optimizer, which has a parameter more, one becomes two, of which only one is sharded.
+    two = Tied(tied=False)
+    fully_shard(two.embedding, mesh=init_device_mesh("cpu", (1,)))
+    save_job(model, None, alone, tmp_path / "weights")
+    restore_rank(tmp_path / "weights" / "step-00000002", alone, {"model": two}, {}, {})
+    assert torch.equal(two.head.weight, two.embedding.weight.full_tensor())
     untied, fresh = sharded(Tied(tied=False))
-    with pytest.raises(MismatchError, match="parameter"):  # the optimizer has one more
+    with pytest.raises(MismatchError, match="parameter"):
         restore_rank(path, alone, {"model": untied}, {"optimizer": fresh}, {})
     with torch.no_grad():
         untied.head.weight.fill_(1)
