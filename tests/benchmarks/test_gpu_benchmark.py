@@ -54,7 +54,7 @@ from checkflow.runtime.memory_tier.records import RunLife
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.persist.saver import FIRST_AUDITS
 from checkflow.runtime.transfer.cuda_device import _Prepared
-from checkflow.runtime.transfer.cudart import Copies, Runtime
+from checkflow.runtime.transfer.cudart import Copies, CudaRuntime
 from checkflow.runtime.transfer.engine import Transfer
 from tests.runtime.transfer.test_cudart import Library
 from tests.support.dead_jobs import folders_below, give_back, needs_memory
@@ -113,10 +113,10 @@ def test_tails_are_told_apart_from_medians() -> None:
 
 
 def test_the_cost_of_a_checkpoint_in_the_iterations_after_it() -> None:
-    at_once = [1.5] + [1.0] * 13  # held at the boundary itself
+    asynchronous = [1.5] + [1.0] * 13  # held at the boundary itself
     slower = [1.2 * one for one in [1.0] * 10 + [3.0] + [1.0] * 3]  # the clock has dropped meanwhile
     dear = [1.0] * 5 + [6.0] + [1.0] * 8
-    found = gpu_figures.following_cost([*at_once, *slower, *dear, *[9.0] * 13], 14, 10)
+    found = gpu_figures.following_cost([*asynchronous, *slower, *dear, *[9.0] * 13], 14, 10)
     assert found["each"] == pytest.approx([0.5, 2.4, 5.0])  # what follows is no whole stretch
     assert found["seconds"] == pytest.approx(2.4)
     assert found["usual_seconds"] == pytest.approx((1 + 1.2 + 1) / 3)
@@ -1006,8 +1006,10 @@ def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pyt
     monkeypatch.setattr(gpu_loop, "LARGE_BYTES", 1500)  # of each, in the mean: three pieces in two copies
     device = SideDevice()
     pieces = [Transfer(0, 0, 1000)] * 3
-    many = _Prepared(pieces, False, Copies(pieces[:2], at_once=True, batched=True), True)  # two of them are neighbours
-    one = _Prepared(pieces[:1], False, Copies(pieces[:1], at_once=True, batched=True), True)
+    many = _Prepared(
+        pieces, False, Copies(pieces[:2], asynchronous=True, batched=True), True
+    )  # two of them are neighbours
+    one = _Prepared(pieces[:1], False, Copies(pieces[:1], asynchronous=True, batched=True), True)
     owner: Any = SimpleNamespace(_saving=SimpleNamespace(engine=SimpleNamespace(_device=device)))
     watch = gpu_loop.SideCopies(owner)
     device.copy(many, "side")
@@ -1069,7 +1071,7 @@ class HostLibrary(Library):
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     library = HostLibrary()
-    runtime = Runtime(library)
+    runtime = CudaRuntime(library)
     monkeypatch.setattr(gpu_link, "load_runtime", lambda: runtime)
     monkeypatch.setattr(gpu_link, "CHECKED_BYTES", 1 << 20)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: library.calls.append(("synchronize",)))
@@ -1137,13 +1139,13 @@ def test_copies_that_do_not_arrive_are_told(library: HostLibrary, monkeypatch: p
     library.batch_code = 1  # nothing of a batch is copied, and the runtime says so: one by one it is
     assert tried("shared") == tried("anonymous") == TAKEN | {"batches": False}
     assert gpu_link.load_runtime().batches  # the jobs that follow find out by themselves
-    copied = Runtime.copy
+    copied = CudaRuntime.copy
 
-    def lose(self: Runtime, copies: Any, stream: int, *, beside: bool = False) -> None:
+    def lose(self: CudaRuntime, copies: Any, stream: int, *, beside: bool = False) -> None:
         if len(copies.singly) == 1:
             copied(self, copies, stream, beside=beside)
 
-    monkeypatch.setattr(Runtime, "copy", lose)
+    monkeypatch.setattr(CudaRuntime, "copy", lose)
     assert tried("shared") == TAKEN | {"batched": False}
     library.code = 2  # of the next call
     assert tried("anonymous") == {"refused": "CUDA: out of order (error 2)"}
@@ -1158,7 +1160,7 @@ class Pieces(tuple[Transfer, ...]):
 
     @property
     def copies(self) -> Copies:
-        return Copies(self, at_once=True, batched=True)
+        return Copies(self, asynchronous=True, batched=True)
 
 
 class Watching:
