@@ -113,10 +113,10 @@ def test_tails_are_told_apart_from_medians() -> None:
 
 
 def test_the_cost_of_a_checkpoint_in_the_iterations_after_it() -> None:
-    asynchronous = [1.5] + [1.0] * 13  # held at the boundary itself
+    at_once = [1.5] + [1.0] * 13  # held at the boundary itself
     slower = [1.2 * one for one in [1.0] * 10 + [3.0] + [1.0] * 3]  # the clock has dropped meanwhile
     dear = [1.0] * 5 + [6.0] + [1.0] * 8
-    found = gpu_figures.following_cost([*asynchronous, *slower, *dear, *[9.0] * 13], 14, 10)
+    found = gpu_figures.following_cost([*at_once, *slower, *dear, *[9.0] * 13], 14, 10)
     assert found["each"] == pytest.approx([0.5, 2.4, 5.0])  # what follows is no whole stretch
     assert found["seconds"] == pytest.approx(2.4)
     assert found["usual_seconds"] == pytest.approx((1 + 1.2 + 1) / 3)
@@ -1006,9 +1006,8 @@ def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pyt
     monkeypatch.setattr(gpu_loop, "LARGE_BYTES", 1500)  # of each, in the mean: three pieces in two copies
     device = SideDevice()
     pieces = [Transfer(0, 0, 1000)] * 3
-    many = _Prepared(
-        pieces, False, Copies(pieces[:2], asynchronous=True, batched=True), True
-    )  # two of them are neighbours
+    # Two of them are neighbours.
+    many = _Prepared(pieces, False, Copies(pieces[:2], asynchronous=True, batched=True), True)
     one = _Prepared(pieces[:1], False, Copies(pieces[:1], asynchronous=True, batched=True), True)
     owner: Any = SimpleNamespace(_saving=SimpleNamespace(engine=SimpleNamespace(_device=device)))
     watch = gpu_loop.SideCopies(owner)
