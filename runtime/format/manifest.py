@@ -127,6 +127,7 @@ def dumps(manifest: Manifest) -> bytes:
 
 
 def is_whole(data: bytes) -> bool:
+    """Whether a manifest's bytes end in the digest of what precedes it: all was written, and nothing changed."""
     found = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
     return found is not None and found[1].decode() == xxhash.xxh3_128_hexdigest(data[:-_DIGEST_BYTES])
 
