@@ -187,8 +187,8 @@ def is_composite(tensor: torch.Tensor) -> bool:
 def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the dense tensors whose memory holds a tensor's values, each with its name's suffix."""
     if is_traceable_wrapper_subclass(tensor):  # jagged tensors, too
-        for attribute in tensor.__tensor_flatten__()[0]:
-            for suffix, part in dense_parts(getattr(tensor, attribute)):
+        for attribute, inner in inner_tensors(tensor).items():
+            for suffix, part in dense_parts(inner):
                 yield f".{attribute}{suffix}", part
     elif tensor.layout in _SPARSE_PARTS:
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # reading must not be recorded
@@ -196,6 +196,19 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f".{name.removeprefix('_')}", part) for name, part in parts)
     else:
         yield "", tensor
+
+
+def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors inside a subclass, by attribute; it may name other attributes too, as DTensor its mesh."""
+    wrapper: Any = tensor
+    named = {name: getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor: one rank's part of a tensor of several ranks."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def with_shapes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -290,14 +303,19 @@ def held_tensors(
         yield from _optimizer_tensors(owner, models, optimizer)
 
 
-def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
+def collect_state(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, sharded: bool = False
+) -> TrainingState:
     """Return every state tensor as it is now: persistent buffers and parameters, then optimizer state that exists.
+
+    ``sharded``: of a DTensor, take this rank's part under the name of the whole; else refuse it.
 
     Raises:
         UnsupportedError: a tensor has no dense memory of its own (an expanded tensor, one that overlaps another without
             being the same region, one without values).
     """
-    items = list(itertools.chain.from_iterable(map(_in_parts, held_tensors(models, optimizers))))
+    parts = functools.partial(_in_parts, sharded=sharded)
+    items = list(itertools.chain.from_iterable(map(parts, held_tensors(models, optimizers))))
     storages = [item.tensor.untyped_storage()._cdata for item in items]
     tensors_of = collections.Counter(storages)
     first: dict[Region, str] = {}
@@ -317,7 +335,7 @@ def collect_state(models: Mapping[str, nn.Module], optimizers: Mapping[str, torc
     return TrainingState(tuple(unique), tuple(ties))
 
 
-def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
+def _in_parts(item: StateTensor, *, sharded: bool) -> Iterator[StateTensor]:
     """Split a state tensor into the dense tensors that hold it; UnsupportedError if it has none."""
     tensor = item.tensor
     if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested:  # nearly all
@@ -328,8 +346,10 @@ def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
         raise UnsupportedError(
             f"state tensor {item.name} has no shape yet: run the model once on a batch first, as lazy modules need"
         )
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
+    if is_sharded(tensor):
+        if sharded:
+            yield from _part_of_rank(item)
+            return
         raise UnsupportedError(
             f"state tensor {item.name} is a DTensor: this version checkpoints the whole tensors of one process"
         )
@@ -349,6 +369,19 @@ def _in_parts(item: StateTensor) -> Iterator[StateTensor]:
     for suffix, part in dense_parts(tensor):
         _refuse_memory(item.name + suffix, part)
         yield replace(item, name=item.name + suffix, tensor=part, whole=tensor)
+
+
+def _part_of_rank(item: StateTensor) -> Iterator[StateTensor]:
+    """Yield this rank's part of a DTensor, under the whole's name; UnsupportedError if no values of it are known."""
+    whole: Any = item.tensor
+    if any(placement.is_partial() for placement in whole.placements):
+        raise UnsupportedError(
+            f"state tensor {item.name} is a DTensor with a Partial placement, a sum that is not yet computed: "
+            "redistribute it to Shard or Replicate"
+        )
+    for suffix, part in dense_parts(whole._local_tensor):
+        _refuse_memory(item.name + suffix, part)
+        yield replace(item, name=item.name + suffix, tensor=part, whole=whole)
 
 
 def _refuse_memory(name: str, tensor: torch.Tensor) -> None:
