@@ -74,7 +74,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Enter what the first run made and something still holds, such as a module's attribute."""
         for reference in self._left.values():
             storage = reference()
-            if storage is not None and not self._host.holds_storage(storage):
+            if storage is not None and storage.nbytes() and not self._host.holds_storage(storage):
                 self._iteration.ledger.enter_storage(storage, "kept", "activation", -1)
         self._left.clear()
 
@@ -152,6 +152,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in op.tensors_in(result):
             if not op.is_host_scalar(tensor):
                 storage = tensor.untyped_storage()
+                self._left.pop(storage._cdata, None)  # so that the order is that of the newest, not of addresses
                 self._left[storage._cdata] = weakref.ref(storage)
 
     def _record(self, node: str, func: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
