@@ -27,7 +27,7 @@ from checkflow.planner.model_file.several_ranks import Ranks, parallelize, proce
 from checkflow.planner.schedule.baselines import Baselines, baselines
 from checkflow.planner.schedule.compare import Comparison, make_comparison
 from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, fingerprint_of, make_plan
-from checkflow.planner.timeline.collectives import Communication, communication, on_cluster, without_collectives
+from checkflow.planner.timeline.collectives import Communication, communication, on_cluster, overlapped
 from checkflow.planner.timeline.measured import (
     Measured,
     Progress,
@@ -113,7 +113,7 @@ def plan_model(
             f"{graph.model} has no collective, so its {ranks.count} ranks would not train one model: choose --parallel "
             "ddp or fsdp, or wrap the model in its file"
         )
-    timeline = make_timeline(on_cluster(graph, cluster), without_collectives(graph, durations), granularity)
+    timeline = make_timeline(on_cluster(graph, cluster), overlapped(graph, durations, cluster), granularity)
     several = SeveralRanks(
         ranks,
         cluster,

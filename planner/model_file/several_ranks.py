@@ -17,6 +17,7 @@ from checkflow.core.training_step import TrainingStep
 Parallel = Literal["ddp", "fsdp"]
 REPLICATE, SHARD = "replicate", "shard"
 MOST_RANKS = 2**20
+UNSEEN = "_checkflow_unseen"  # marks a wrapper around a model that the training step calls by itself
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,9 @@ def _with_ddp(step: TrainingStep) -> TrainingStep:
         key: nn.parallel.DistributedDataParallel(model) if _trains(model) else model
         for key, model in step.models.items()
     }
+    if step.loss is None:
+        for key, model in models.items():
+            setattr(model, UNSEEN, model is not step.models[key])
     return _rebuilt(step, models)
 
 

@@ -85,6 +85,7 @@ class Communication:
 
     seconds: float  # all together, one after the other
     exposed_seconds: float  # of them, while computation waits
+    iteration_seconds: float  # of computation and these waits
 
 
 def communication(graph: TrainingGraph, durations_seconds: Sequence[float], cluster: Cluster) -> Communication:
@@ -116,18 +117,28 @@ def communication(graph: TrainingGraph, durations_seconds: Sequence[float], clus
                 window, opens = begin, False
             computed = begin + seconds
             ready.update(dict.fromkeys(operator.writes, computed))
-    alone = math.fsum(
-        seconds
-        for operator, seconds in zip(graph.operators, durations_seconds, strict=True)
-        if operator.collective is None and operator.target != _COPY_IN
-    )
-    return Communication(total, max(0.0, max(computed, wired) - alone))
+    whole = max(computed, wired)
+    return Communication(total, max(0.0, whole - math.fsum(_computing(graph, durations_seconds))), whole)
 
 
-def without_collectives(graph: TrainingGraph, durations_seconds: Sequence[float]) -> list[float]:
-    """Return the durations with none for collectives, so that deadlines come as early as if all overlapped."""
+def overlapped(graph: TrainingGraph, durations_seconds: Sequence[float], cluster: Cluster) -> list[float]:
+    """Return durations as if all communication overlapped, so that deadlines come as early as they can.
+
+    Collectives take no time of their own. An iteration lasts no shorter than its wires are busy, though: where that is
+    longer than it computes, all operators last longer in proportion.
+    """
+    computing = _computing(graph, durations_seconds)
+    moved = (operator.collective for operator in graph.operators)
+    wired = math.fsum(collective_seconds(collective, cluster) for collective in moved if collective is not None)
+    alone = math.fsum(computing)
+    stretched = max(1.0, wired / alone) if alone else 1.0
+    return [stretched * seconds for seconds in computing]
+
+
+def _computing(graph: TrainingGraph, durations_seconds: Sequence[float]) -> list[float]:
+    """Return the durations without those of collectives, and of copies that FSDP2 makes on a stream beside."""
     return [
-        0.0 if operator.collective is not None else seconds
+        0.0 if operator.collective is not None or operator.target == _COPY_IN else seconds
         for operator, seconds in zip(graph.operators, durations_seconds, strict=True)
     ]
 

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from checkflow.core.errors import TraceError
+from checkflow.planner.model_file.several_ranks import UNSEEN
 
 _FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
 _split: Callable[..., Any] = torch.split
@@ -53,6 +54,11 @@ class _Reducer:
         wrapper = self.wrapper
         if wrapper.broadcast_buffers and wrapper.require_forward_param_sync:
             self._broadcast_buffers()
+
+    def around_forward(self) -> Iterator[Any]:
+        """Follow the module itself, where the step knows of no wrapper; yield the hooks."""
+        yield self.wrapper.module.register_forward_pre_hook(lambda *_: self.before_forward())
+        yield self.wrapper.module.register_forward_hook(lambda *_: self.after_forward())
 
     def after_forward(self) -> None:
         self.reduces = torch.is_grad_enabled() and self.wrapper.require_backward_grad_sync
@@ -138,6 +144,8 @@ class Reducers:
         for wrapper in wrappers:
             _refuse(wrapper)
         self._of = {id(wrapper): _Reducer(wrapper) for wrapper in wrappers}
+        # A step that was written for the module inside calls that, though it is to be planned as if it were wrapped.
+        self._unseen = {id(wrapper) for wrapper in wrappers if getattr(wrapper, UNSEEN, False)}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -150,6 +158,9 @@ class Reducers:
                 for parameter in reducer.parameters():
                     handle = parameter.register_post_accumulate_grad_hook(reducer.gradient_ready)  # type: ignore[no-untyped-call]
                     handles.callback(handle.remove)
+                if id(reducer.wrapper) in self._unseen:
+                    for hook in reducer.around_forward():
+                        handles.callback(hook.remove)
             handles.enter_context(_method(DistributedDataParallel, "_pre_forward", self._before_forward))
             handles.enter_context(_method(DistributedDataParallel, "_post_forward", self._after_forward))
             yield

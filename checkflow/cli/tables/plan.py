@@ -78,6 +78,7 @@ def _ranks_json(planned: Planned, several: SeveralRanks) -> dict[str, Any]:
         "collectives": sum(operator.collective is not None for operator in planned.graph.operators),
         "collective_seconds": several.communication.seconds,
         "exposed_seconds": several.communication.exposed_seconds,
+        "iteration_seconds": several.communication.iteration_seconds,
         "storage_bytes_per_second": storage_rate(planned, several),
     }
 
@@ -86,7 +87,7 @@ def storage_rate(planned: Planned, several: SeveralRanks) -> float:
     """The bytes per second that storage must take from all ranks together, by the plan or for every iteration."""
     outcome = planned.outcome
     interval, stall = outcome.interval or 1, outcome.stall_seconds or 0.0
-    seconds = interval * (planned.timeline.iteration_seconds + several.communication.exposed_seconds) + stall
+    seconds = interval * several.communication.iteration_seconds + stall
     return several.global_state_bytes / seconds if seconds else 0.0
 
 
@@ -180,7 +181,8 @@ def _ranks_rows(planned: Planned, several: SeveralRanks) -> Iterable[tuple[str, 
     yield (
         "collectives",
         format_seconds(parts.seconds),
-        f"{count} of them; training waits {format_seconds(parts.exposed_seconds)}, which no deadline counts on",
+        f"{count} of them; training waits {format_seconds(parts.exposed_seconds)}, which no deadline counts on: "
+        f"{format_seconds(parts.iteration_seconds)} an iteration",
     )
     yield "storage rate", format_rate(storage_rate(planned, several)), "of all ranks together, as the plan saves"
 

@@ -13,7 +13,7 @@ from checkflow.core.cluster import CLUSTERS, Cluster, cluster_of
 from checkflow.core.device import CATALOGUE
 from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import Collective, CollectiveKind, Operator, TrainingGraph
-from checkflow.planner.timeline.collectives import collective_seconds, communication, link_bytes, on_cluster
+from checkflow.planner.timeline.collectives import collective_seconds, communication, link_bytes, on_cluster, overlapped
 
 H100, CARDS = CLUSTERS["H100"], CLUSTERS["RTX 3090"]
 # One that makes sums easy: four ranks a node, 100 B/s within it, 10 B/s for each card, no latencies.
@@ -138,6 +138,13 @@ def test_layers_are_gathered_one_ahead() -> None:
     assert exposed(graph(*layers), durations) == (9.0, 3.0)  # only the first is waited for
     short = [0.0, 0.0, 0.0, 1.0] * 3
     assert exposed(graph(*layers), short) == (9.0, 3.0 + 2.0 + 2.0)
+
+
+def test_deadlines_come_as_if_all_overlapped() -> None:
+    chain = graph(operator("a", (), (1,)), operator("reduce", (1,), (1,), collective=REDUCE), operator("b", (1,), (2,)))
+    assert overlapped(chain, [5.0, 99.0, 5.0], PLAIN) == [5.0, 0.0, 5.0]
+    assert overlapped(chain, [1.0, 99.0, 2.0], PLAIN) == [2.0, 0.0, 4.0]  # the wires alone take 6 s
+    assert communication(chain, [1.0, 99.0, 2.0], PLAIN).iteration_seconds == 9.0
 
 
 def test_collectives_put_their_bytes_on_the_link() -> None:

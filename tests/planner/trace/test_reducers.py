@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkflow.core.errors import TraceError
 from checkflow.core.graph import AnchorKind, TrainingGraph
 from checkflow.core.training_step import TrainingStep
-from checkflow.planner.model_file.several_ranks import Ranks, process_group
+from checkflow.planner.model_file.several_ranks import Ranks, parallelize, process_group
 from checkflow.planner.trace.trace import trace
 
 # Parameters of many sizes, one of them unused, and buffers.
@@ -166,6 +166,22 @@ def test_no_sync_reduces_only_the_last_micro_batch() -> None:
 
     general = TrainingStep(step=step, models={"m": model}, optimizers={"o": optimizer}, batch=short.batch)
     assert reduced(trace(general, name="n")) == reduced(trace(short, name="n"))
+
+
+def test_a_step_that_calls_the_model_inside_is_reduced_all_the_same() -> None:
+    short = wrapped(bucket_cap_mb=25)
+    (outer,), (optimizer,) = short.models.values(), short.optimizers.values()
+    model = outer.module
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+
+    general = TrainingStep(step=step, models={"m": model}, optimizers={"o": optimizer}, batch=short.batch)
+    planned = trace(parallelize(general, Ranks(8, parallel="ddp"), "n"), name="n")
+    expected = [one.collective for one in trace(short, name="n").operators if one.collective is not None]
+    assert [one.collective for one in planned.operators if one.collective is not None] == expected
 
 
 def test_what_is_not_followed_is_refused() -> None:
