@@ -169,7 +169,7 @@ def test_no_sync_reduces_only_the_last_micro_batch() -> None:
 
 
 def test_a_step_that_calls_the_model_inside_is_reduced_all_the_same() -> None:
-    short = wrapped(bucket_cap_mb=25)
+    short = wrapped()
     (outer,), (optimizer,) = short.models.values(), short.optimizers.values()
     model = outer.module
 
