@@ -2,8 +2,8 @@
 
 ``python benchmarks/large_models.py [--only llama-8B …] [--output FILE]``: a table, and the same as JSON in FILE, by
 default ``benchmarks/results/large-models-<cores>-cores.json``. Seconds are those of the clock and of the processors;
-memory is the process's largest resident set. Models are planned for an H200; where training alone exceeds its memory,
-``--relax-memory`` lets the plan be made all the same.
+memory is the process's largest resident set. Models are planned for H200s, some for several ranks of them; where
+training alone exceeds their memory, ``--relax-memory`` lets the plan be made all the same.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ CASES: dict[str, list[str]] = {
     "llama-8B": ["llama", "--set", "size=8B"],
     "llama-70B": ["llama", "--set", "size=70B"],
     "llama-405B": ["llama", "--set", "size=405B"],
+    "llama-8B-fsdp-64": ["llama", "--set", "size=8B", "--ranks", "64", "--parallel", "fsdp"],
+    "llama-405B-tp-8192": ["llama", "--set", "size=405B", "--set", "tensor=8", "--ranks", "8192"],
     "dlrm": ["dlrm"],
     "dlrm-sparse-adam": ["dlrm", "--set", "table_optimizer=sparse_adam"],
 }

@@ -14,7 +14,7 @@ import torch
 
 from checkflow.core.cluster import Cluster, cluster_of
 from checkflow.core.device import ComputeCapability, Device, find_device, usable_bytes
-from checkflow.core.errors import CheckflowError, MismatchError, ModelError, TraceError
+from checkflow.core.errors import CheckflowError, MismatchError, ModelError, TraceError, UnsupportedError
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Fingerprint, Plan, describe_mismatch
 from checkflow.core.timeline import Granularity, Step, Timeline
@@ -105,7 +105,6 @@ def plan_model(
         graph = _trace(subject, device.kind, device.compute_capability, ranks)
         durations = durations_seconds(graph, device)  # while the model file's precision settings hold
     if ranks is None or cluster is None:
-        _refuse_collectives(graph)
         timeline = make_timeline(graph, durations, granularity)
         return _planned(subject, device, request, graph, timeline, None, time.perf_counter() - begun)
     if not any(operator.collective is not None for operator in graph.operators):
@@ -128,7 +127,7 @@ def _refuse_collectives(graph: TrainingGraph) -> None:
     """Refuse to plan one of several ranks as if it were alone."""
     for operator in graph.operators:
         if operator.collective is not None and operator.collective.ranks > 1:
-            raise TraceError(
+            raise UnsupportedError(
                 f"{graph.model} is one of {operator.collective.ranks} ranks ({operator.target}): --ranks plans several "
                 "ranks, in a process group that checkflow plan makes itself"
             )
@@ -229,7 +228,10 @@ def _trace(
         name, step = _load(subject)
         if ranks is not None:
             step = parallelize(step, ranks, name)
-        return trace(step, name=name, target=target, compute_capability=compute_capability)
+        graph = trace(step, name=name, target=target, compute_capability=compute_capability)
+    if ranks is None:
+        _refuse_collectives(graph)
+    return graph
 
 
 def _load(subject: Subject, device: torch.device | None = None) -> tuple[str, TrainingStep]:

@@ -152,3 +152,17 @@ def test_a_ddp_model_is_never_planned_as_if_it_were_alone(tmp_path: Path, capsys
     assert code == FOUND
     assert found["ranks"]["collectives"] == 1
     assert found["ranks"]["bytes_by_replicas"] == {"8": found["state_bytes"]}
+
+
+def test_a_file_that_joined_several_ranks_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    file = tmp_path / "model.py"
+    file.write_text(WRAPPED.format(store="", ranks=2))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        code, _, error = said(capsys, str(file), "--device", "H100")
+        assert (code, "model is one of 2 ranks (c10d.allreduce_.default)" in error) == (FAILED, True)
+    finally:
+        dist.destroy_process_group()

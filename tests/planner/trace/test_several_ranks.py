@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.several_ranks import Ranks, process_group
+from checkflow.planner.record.recorder import Recorder
 from checkflow.planner.trace.trace import trace
 
 RANKS, WIDTH, LAYERS = 8, 60, 3  # 60 rows do not divide into 8
@@ -142,6 +143,26 @@ def test_the_eager_peak_is_the_tracker_s(case: str) -> None:
     counters = sum(entry.size_bytes for entry in graph.state if entry.placement == "host")
     assert counters == 4 * sum(1 for _ in model.parameters())
     assert max(max(part) for part in graph.live_bytes(eager=True)) == pytest.approx(peak - counters, rel=1e-3)
+
+
+@pytest.mark.parametrize("case", ["mixed hsdp", "fsdp x tp", "recompute"])
+def test_a_record_of_a_live_iteration_is_the_trace(case: str) -> None:
+    graph = trace(build(case), name=case, target="cpu")
+    step, held = settled(case)
+    recorder = Recorder(step.models, step.optimizers, name=case)
+    recorder.begin(step.batch, held=held)
+    held = step.run(step.batch)
+    recorded = recorder.end(batch=step.batch).graph
+    assert held is not None
+    assert [one.collective for one in recorded.operators if one.collective] == [
+        one.collective for one in graph.operators if one.collective
+    ]
+    assert recorded.state_bytes == graph.state_bytes
+    assert [(e.name, e.whole_shape, e.replicas) for e in recorded.state] == [
+        (e.name, e.whole_shape, e.replicas) for e in graph.state
+    ]
+    traced, seen = (max(max(part) for part in found.live_bytes(eager=True)) for found in (graph, recorded))
+    assert seen == pytest.approx(traced, rel=1e-3)
 
 
 def test_state_has_the_names_and_shapes_of_the_whole() -> None:
