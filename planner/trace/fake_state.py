@@ -30,7 +30,7 @@ from checkflow.planner.iteration.read_numbers import ARRAYS, NUMBER_METHODS, REC
 from checkflow.planner.iteration.structures import with_tensors
 from checkflow.planner.trace.lazy_modules import without_shape
 from checkflow.planner.trace.packed_sequences import replacement
-from checkflow.planner.trace.sharded_modules import replace_sharded
+from checkflow.planner.trace.sharded_modules import on_parts, replace_sharded
 from checkflow.planner.trace.user_state import UserState
 
 CPU = torch.device("cpu")
@@ -256,6 +256,7 @@ class StandIns(TorchFunctionMode):
         if func is torch.Tensor.__format__:
             return format_number(arguments[0], arguments[1])
         given = {key: self._argument(value, key == "device") for key, value in keywords.items()}
+        arguments = on_parts(func, arguments) or arguments
         function = replacement(func, tuple(arguments), self._lengths) or func
         read = self.numbers.count
         result = function(*arguments, **given)

@@ -1,13 +1,15 @@
-"""Takes FSDP2's own objects along in a trace: they hold parameters beside the modules, and change as it runs."""
+"""Sharded models in a trace: takes FSDP2's own objects along, and steps optimizers on what this rank has."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from checkflow.core.state import is_sharded
 
 
 def sharding_objects(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -44,3 +46,30 @@ def _groups(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def on_parts(func: Any, args: Sequence[Any]) -> list[Any] | None:
+    """Return the arguments of an element-wise update of lists with this rank's parts of DTensors; None: no such call.
+
+    An optimizer updates all parameters in a few such calls. torch finds out anew for each DTensor how it is laid out,
+    which takes longer than all else; where all tensors of an update lie alike, the parts are updated alike.
+    """
+    name = getattr(func, "__name__", "")
+    if not (name.startswith("_foreach_") and name.endswith("_") and args and isinstance(args[0], list | tuple)):
+        return None
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and isinstance(arg[0], torch.Tensor)]
+    alike = all(
+        all(
+            is_sharded(one) and (one.device_mesh, one.placements) == (row[0].device_mesh, row[0].placements)
+            for one in row
+        )
+        for row in zip(*lists, strict=False)
+        if is_sharded(row[0]) or any(map(is_sharded, row))
+    )
+    if not alike or not any(map(is_sharded, args[0])):
+        return None
+    return [[_part(one) for one in arg] if any(arg is found for found in lists) else arg for arg in args]
+
+
+def _part(tensor: Any) -> Any:
+    return tensor._local_tensor if is_sharded(tensor) else tensor

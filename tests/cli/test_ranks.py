@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from checkflow.core import plan as plans
 from checkflow.core.device import find_device
 from checkflow.planner.model_file.several_ranks import Ranks
 from checkflow.planner.pipeline import Planned, Subject, plan_model
-from checkflow.planner.schedule.scheduler import PlanRequest
+from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan
+from checkflow.planner.timeline.steps import make_timeline
 
 SMALL = ["llama", "--set", "layers=2", "--set", "width=256", "--set", "vocabulary=1000", "--set", "sequence=64"]
 
@@ -36,18 +38,23 @@ def plan(
     return plan_model(Subject(model, None, settings or {}, None), card, request, "segment", ranks)
 
 
-def test_replicas_share_the_least_bandwidth() -> None:
-    """Less what DDP puts on the link: within a node nothing."""
-    alone, shared = plan("alexnet"), plan("alexnet", ranks=Ranks(8, parallel="ddp"))
-    one, eighth = (found.outcome.least_bandwidth_bytes_per_second for found in (alone, shared))
-    assert one is not None
+def test_eight_replicas_need_an_eighth_of_the_bandwidth() -> None:
+    planned = plan("alexnet", ranks=Ranks(8, parallel="ddp"))
+    graph = planned.graph
+    groups = make_timeline(graph, [0.0] * len(graph.operators), "segment").groups  # of all state
+    alone = make_plan(
+        dataclasses.replace(planned.timeline, groups=groups),
+        fingerprint_of(graph, planned.device),
+        planned.request,
+        graph_peak_bytes=planned.graph_peak_bytes,
+    )
+    least, eighth = (found.least_bandwidth_bytes_per_second for found in (alone, planned.outcome))
+    assert least is not None
     assert eighth is not None
-    # DDP's copies into and out of buckets make its iteration longer: compare at the same time.
-    longer = shared.timeline.iteration_seconds / alone.timeline.iteration_seconds
-    assert eighth * 8 == pytest.approx(one, rel=0.01 + longer - 1)
-    assert shared.fingerprint.state_bytes * 8 == pytest.approx(alone.fingerprint.state_bytes, rel=0.01)
-    assert shared.several is not None
-    assert shared.several.global_state_bytes == alone.graph.state_bytes
+    assert eighth * 8 == pytest.approx(least, rel=0.01)
+    assert planned.fingerprint.state_bytes * 8 == pytest.approx(graph.state_bytes, rel=0.01)
+    assert planned.several is not None
+    assert planned.several.global_state_bytes == graph.state_bytes
 
 
 def test_the_json_of_hsdp_says_what_all_ranks_have(capsys: pytest.CaptureFixture[str]) -> None:
