@@ -107,7 +107,12 @@ def plan_model(
     if ranks is None or cluster is None:
         timeline = make_timeline(graph, durations, granularity)
         return _planned(subject, device, request, graph, timeline, None, time.perf_counter() - begun)
-    if not any(operator.collective is not None for operator in graph.operators):
+    moved = [operator.collective for operator in graph.operators if operator.collective is not None]
+    if any(one.kind in ("send", "receive") for one in moved):
+        raise UnsupportedError(
+            f"{graph.model} sends between two ranks: pipeline parallelism is not planned, as its stages differ"
+        )
+    if not any(one.ranks > 1 for one in moved):
         raise ModelError(
             f"{graph.model} has no collective, so its {ranks.count} ranks would not train one model: choose --parallel "
             "ddp or fsdp, or wrap the model in its file"

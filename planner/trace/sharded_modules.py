@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from checkflow.core.errors import TraceError
 from checkflow.core.state import is_sharded
 
 
@@ -29,11 +30,24 @@ def replace_sharded(modules: Iterable[nn.Module], of: Callable[[torch.Tensor], t
     """Replace the parameters that FSDP2 puts back into modules, and the memory that it gathers them from."""
     for module in modules:
         state = _state(module)
+        _refuse_flat(module)
         for group in () if state is None else _groups(state):
+            if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
+                raise TraceError(
+                    "fully_shard with CPUOffloadPolicy is not planned: the parameters that it keeps in host memory "
+                    "need no copy of the device"
+                )
             group._reset_sharded_params = True  # else it looks up addresses, which fakes have not
             for parameter in group.fsdp_params:
                 parameter.sharded_param = of(parameter.sharded_param)
                 parameter._sharded_param_data = of(parameter._sharded_param_data)
+
+
+def _refuse_flat(module: nn.Module) -> None:
+    """Refuse FSDP1 over several ranks, whose flat parameters are no state tensors of the whole."""
+    flat = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if flat is not None and isinstance(module, flat.FullyShardedDataParallel) and module.world_size > 1:
+        raise TraceError("FullyShardedDataParallel of several ranks is not planned: use torch's newer fully_shard")
 
 
 def _state(module: nn.Module) -> Any:

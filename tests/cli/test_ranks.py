@@ -173,3 +173,33 @@ def test_a_file_that_joined_several_ranks_is_refused(tmp_path: Path, capsys: pyt
         assert (code, "model is one of 2 ranks (c10d.allreduce_.default)" in error) == (FAILED, True)
     finally:
         dist.destroy_process_group()
+
+
+STAGE = """
+import torch, checkflow
+import torch.distributed as dist
+from torch import nn
+
+def build():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        out = model(x)
+        dist.send(out.detach(), 1)
+        gradient = torch.empty_like(out)
+        dist.recv(gradient, 1)
+        out.backward(gradient)
+        optimizer.step()
+
+    return checkflow.TrainingStep(step=step, models={"m": model}, optimizers={"o": optimizer}, batch=torch.zeros(2, 4))
+"""
+
+
+def test_a_stage_of_a_pipeline_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "stage.py"
+    file.write_text(STAGE)
+    code, _, error = said(capsys, str(file), "--device", "H100", "--ranks", "2")
+    assert code == FAILED
+    assert "stage sends between two ranks: pipeline parallelism is not planned" in error
