@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from checkflow.core.errors import CheckflowError, ModelError
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.several_ranks import Ranks, blocks, parallelize, process_group
+from checkflow.planner.trace.trace import trace
 
 HSDP = (("replicate", 2), ("shard", 4))
 
@@ -110,3 +111,17 @@ def test_what_cannot_be_wrapped_is_one_line() -> None:
             parallelize(step_of(Model(), torch.optim.Adagrad), Ranks(8, parallel="fsdp"), "n")
         with pytest.raises(ModelError, match=r"n wraps its model in FSDP\w+ itself: leave --parallel out"):
             parallelize(step_of(fully_shard(Model())), Ranks(8, parallel="ddp"), "n")
+
+
+@pytest.mark.parametrize("count", [2, 64, 1024])
+def test_any_number_of_ranks_is_traced(count: int) -> None:
+    ranks = Ranks(count, parallel="fsdp")
+    with process_group(ranks):
+        graph = trace(parallelize(step_of(Model()), ranks, "n"), name="n")
+    moved = [one.collective for one in graph.operators if one.collective is not None]
+    assert {(one.ranks, one.stride) for one in moved} == {(count, 1)}
+    padded = 4 * (8 + 1) * 8 if count == 2 else 4 * (8 + 1) * count  # eight rows, and a bias of eight
+    assert {one.size_bytes for one in moved} == {padded}
+    assert [one.kind for one in moved].count("reduce-scatter") == 4  # the layers and the rest
+    weight = next(entry for entry in graph.state if entry.name == "model/head.weight")
+    assert (weight.shape, weight.whole_shape) == ((max(1, 8 // count), 8), (8, 8))
