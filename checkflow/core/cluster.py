@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError
 
 
@@ -75,11 +77,13 @@ CLUSTERS: Mapping[str, Cluster] = {
 
 
 def cluster_of(device: str, ranks: int) -> Cluster:
-    """Return the cluster that devices of this name usually stand in.
+    """Return the cluster that devices of this name, however it is written, usually stand in.
 
     Raises:
         CheckflowError: none is known, or it has no network for so many ranks.
     """
+    with contextlib.suppress(CheckflowError):  # a probed device has its maker's name
+        device = find_device(device).name
     found = CLUSTERS.get(device)
     if found is None:
         raise CheckflowError(f"no cluster is known for {device}; --ranks plans these devices: {', '.join(CLUSTERS)}")

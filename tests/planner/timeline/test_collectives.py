@@ -82,6 +82,7 @@ def test_the_catalogue_names_devices_and_refuses_others() -> None:
     assert set(CLUSTERS) <= set(CATALOGUE)
     assert all(cluster.source for cluster in CLUSTERS.values())
     assert cluster_of("RTX 3090", 4) is CARDS
+    assert cluster_of("NVIDIA H100 80GB HBM3", 64) is H100  # as a probe finds it
     with pytest.raises(CheckflowError, match="one node of 4, without a network: not for 8 ranks"):
         cluster_of("RTX 3090", 8)
     with pytest.raises(CheckflowError, match="no cluster is known for V100; --ranks plans these devices: H100"):
