@@ -263,7 +263,7 @@ def test_distributed_tensors(tmp_path: Path, plan: Plan) -> None:
         mesh = DeviceMesh("cpu", [0])
         model = with_buffer(DTensor.from_local(torch.zeros(2), mesh))
         optimizer = sgd(model.parameters())
-        assert_refused(lambda: trace(step_of(model, optimizer), name="n"), UnsupportedError, "model/odd is a DTensor")
+        # The planner knows them: tests/planner/trace/test_several_ranks.py.
         assert_refused(
             lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, "DTensor"
         )
