@@ -1,0 +1,87 @@
+"""Who a process is, and the place that torch's store is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from checkflow.core.errors import MissingShardsError, StorageError
+from checkflow.runtime.ranks.identity import find_identity, generation_of
+from checkflow.runtime.ranks.meeting import wait
+from checkflow.runtime.ranks.torch_meeting import TorchMeeting, store_address
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def test_values_are_seen_by_the_same_generation_alone(store: TCPStore) -> None:
+    one, two, other = (TorchMeeting("localhost", store.port, name, 10) for name in ("g.0", "g.0", "g.1"))
+    one.put("card/1", b"\x00\xff")
+    one.put("receipt/1/1", b"r")
+    assert two.get(["card/1", "card/2", "receipt/1/1"]) == {"card/1": b"\x00\xff", "receipt/1/1": b"r"}
+    assert other.get(["card/1"]) == {}
+    one.put("card/1", b"new")
+    one.drop(["receipt/1/1", "receipt/9/9"])
+    assert two.get(["card/1", "receipt/1/1"]) == {"card/1": b"new"}
+    assert two.get([]) == {}
+
+
+def test_a_wait_names_the_ranks_that_do_not_come(store: TCPStore) -> None:
+    place = TorchMeeting("localhost", store.port, "g.0", 10)
+    place.put("a/0", b"0")
+    assert wait(place, {0: "a/0"}, 0, "word") == {0: b"0"}
+    with pytest.raises(MissingShardsError, match="no word from ranks 1 and 2 within 0.05 s") as error:
+        wait(place, {rank: f"a/{rank}" for rank in range(3)}, 0.05, "word")
+    assert error.value.ranks == (1, 2)
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    place = TorchMeeting("localhost", port, "g.0", 1)
+    del store
+    with pytest.raises(StorageError, match=f"the store at localhost:{port} does not answer"):
+        for _ in range(100):
+            place.put("a", b"")
+    place.close()
+    with pytest.raises(StorageError, match="is closed"):
+        place.get(["a"])
+
+
+def test_a_process_alone_has_no_identity() -> None:
+    assert find_identity({}) is None
+    assert find_identity({"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "1"}) is None
+
+
+def test_identity_under_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    found = find_identity({"LOCAL_RANK": "1", "GROUP_RANK": "2", "TORCHELASTIC_RUN_ID": "a b/c"})
+    assert found is not None
+    assert (found.rank, found.world_size, found.local_rank, found.node) == (5, 8, 1, "2")
+    assert found.generation == "a-b-c.0"
+
+
+@pytest.mark.parametrize(
+    ("environment", "generation"),
+    [
+        ({}, ""),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, ""),
+        ({"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "3"}, "run.3"),
+        ({"TORCHELASTIC_RUN_ID": "x" * 100}, "x" * 60 + ".0"),
+    ],
+)
+def test_the_start_that_torchrun_counts(environment: dict[str, str], generation: str) -> None:
+    assert generation_of(environment) == generation
+
+
+def test_the_address_of_the_store() -> None:
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "node1", "MASTER_PORT": "123"}
+    assert store_address(agent) == ("node1", 123)
+    assert store_address({}) is None
