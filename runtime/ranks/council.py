@@ -200,7 +200,7 @@ class Council:
 
         Raises:
             MissingShardsError: rank 0 does not begin it in time.
-            StorageError: rank 0 writes a later step instead.
+            StorageError: rank 0 writes a later step instead, or the attempt has failed already.
         """
 
         def begun() -> Attempt | bool | None:
@@ -210,6 +210,8 @@ class Council:
 
         found = self._wait(begun, wait_seconds)
         if isinstance(found, Attempt):
+            if found.ended == "failed":
+                raise _error_of(found)
             return found
         if found is False:
             raise StorageError(f"rank 0 saves a later step than {step}")

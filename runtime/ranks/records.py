@@ -1,7 +1,7 @@
 """What ranks tell each other, as frozen data: each rank its card and its receipts, rank 0 its board.
 
 A card or a board holds all that its writer has to say, and replaces the one before: what is lost, late or read twice
-does no harm. ``serial`` says which of two is newer.
+does no harm. ``serial`` says which of two is newer; two that say the same are equal.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Card:
     __pydantic_config__ = STRICT
     rank: Rank
     generation: Generation
-    serial: Count
+    serial: Count = field(compare=False)
     passed: Step = 0
     captured: Many[Step] = ()
     since: Step = 0
@@ -221,7 +221,7 @@ class Board:
 
     __pydantic_config__ = STRICT
     generation: Generation
-    serial: Count
+    serial: Count = field(compare=False)
     world_size: Annotated[int, Field(ge=1)]
     start: Start = Start()
     refusal: Refusal | None = None

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from checkflow.core.errors import MissingShardsError, StorageError
-from checkflow.runtime.ranks.identity import find_identity, generation_of
+from checkflow.runtime.ranks import joining
+from checkflow.runtime.ranks.identity import Identity, find_identity, launch_of
+from checkflow.runtime.ranks.joining import agree_generation, join
 from checkflow.runtime.ranks.meeting import wait
 from checkflow.runtime.ranks.torch_meeting import TorchMeeting, store_address
+from tests.support.shard_tools import together
 
 
 @pytest.fixture
-def store() -> Iterator[TCPStore]:
-    yield TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+def store() -> TCPStore:
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def test_values_are_seen_by_the_same_generation_alone(store: TCPStore) -> None:
@@ -35,7 +39,7 @@ def test_a_wait_names_the_ranks_that_do_not_come(store: TCPStore) -> None:
     place = TorchMeeting("localhost", store.port, "g.0", 10)
     place.put("a/0", b"0")
     assert wait(place, {0: "a/0"}, 0, "word") == {0: b"0"}
-    with pytest.raises(MissingShardsError, match="no word from ranks 1 and 2 within 0.05 s") as error:
+    with pytest.raises(MissingShardsError, match=r"no word from ranks 1 and 2 within 0\.05 s") as error:
         wait(place, {rank: f"a/{rank}" for rank in range(3)}, 0.05, "word")
     assert error.value.ranks == (1, 2)
 
@@ -53,6 +57,37 @@ def test_a_store_that_is_not_there_is_named() -> None:
         place.get(["a"])
 
 
+def test_a_generation_is_agreed_whatever_earlier_starts_have_left(store: TCPStore) -> None:
+    names = []
+    for _ in range(3):  # at the same place
+        places = [TorchMeeting("localhost", store.port, "starts", 10) for _ in range(3)]
+        agreed = together(3, lambda rank, places=places: agree_generation(places[rank], rank, 3, 30))
+        assert len(set(agreed)) == 1
+        names += agreed[:1]
+    assert len(set(names)) == 3
+
+
+def test_ranks_that_do_not_come_to_agree_are_named(store: TCPStore) -> None:
+    place = TorchMeeting("localhost", store.port, "starts", 10)
+    with pytest.raises(MissingShardsError, match="rank 0 of 3 did not come"):
+        agree_generation(place, 2, 3, 0.05)
+    with pytest.raises(MissingShardsError, match="ranks 1 and 2 of 3 did not come") as error:
+        agree_generation(place, 0, 3, 0.05)
+    assert error.value.ranks == (1, 2)
+
+
+def test_ranks_without_a_store_join_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_counted", itertools.repeat(0))  # each thread stands for a process
+    directory = tmp_path / "checkpoints"
+    councils = together(2, lambda rank: join(Identity(rank, 2, rank, "", ""), directory, start_seconds=30))
+    try:
+        assert councils[0].generation == councils[1].generation
+        assert [path.name[:9] for path in directory.iterdir()] == [".council-"] * 2
+    finally:
+        for council in reversed(councils):
+            council.close()
+
+
 def test_a_process_alone_has_no_identity() -> None:
     assert find_identity({}) is None
     assert find_identity({"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "1"}) is None
@@ -65,20 +100,19 @@ def test_identity_under_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None
     found = find_identity({"LOCAL_RANK": "1", "GROUP_RANK": "2", "TORCHELASTIC_RUN_ID": "a b/c"})
     assert found is not None
     assert (found.rank, found.world_size, found.local_rank, found.node) == (5, 8, 1, "2")
-    assert found.generation == "a-b-c.0"
+    assert found.launch == "a-b-c.0"
 
 
 @pytest.mark.parametrize(
-    ("environment", "generation"),
+    ("environment", "launch"),
     [
         ({}, ""),
-        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, ""),
         ({"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "3"}, "run.3"),
         ({"TORCHELASTIC_RUN_ID": "x" * 100}, "x" * 60 + ".0"),
     ],
 )
-def test_the_start_that_torchrun_counts(environment: dict[str, str], generation: str) -> None:
-    assert generation_of(environment) == generation
+def test_the_start_that_torchrun_counts(environment: dict[str, str], launch: str) -> None:
+    assert launch_of(environment) == launch
 
 
 def test_the_address_of_the_store() -> None:
