@@ -420,7 +420,7 @@ def test_ends_of_epochs_are_captured_and_kept(
                     truths[checkpointer.iteration] = clone_state(step.models, step.optimizers)
                 step.run(batch)
             truths[checkpointer.iteration + 1] = clone_state(step.models, step.optimizers)
-    # 3 and 6 are due by the plan, the others end epochs; then the controller measures free iterations: 9 and 12 are none.
+    # 3 and 6 are due by the plan, the others end epochs; at 9 and 12 the controller wants iterations without captures.
     assert begun == [3, 5, 6, 10, 15]
     assert check(tmp_path, truths) == [5, 10, 15]
     assert checkpointer.report()["failed"] == checkpointer.report()["breaches"] == 0
