@@ -295,8 +295,13 @@ class Council:
         self._closing = True  # after the event: the last round takes it along
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)
-        if self._thread.is_alive():
+        if self.running:
             logger.warning("the meeting place of the ranks does not answer: it is left without a word")
+
+    @property
+    def running(self) -> bool:
+        """Whether the council's thread goes on: after :meth:`close` while the meeting place does not answer."""
+        return self._thread.is_alive()
 
     # The council's thread
 

@@ -21,8 +21,8 @@ from checkflow.core.graph import STRICT, Many, Named
 from checkflow.runtime.format.manifest import MAX_STEP, FileEntry, FileName
 from checkflow.runtime.ranks import meeting
 from checkflow.runtime.ranks.file_meeting import read_sealed, write_sealed
-from checkflow.runtime.ranks.records import Part, dumps, name_ranks
-from checkflow.runtime.shards.ownership import TableInfo
+from checkflow.runtime.ranks.records import dumps, name_ranks
+from checkflow.runtime.shards.ownership import Length, TableInfo
 from checkflow.runtime.store.cleanup import DRAFT, temporary_name
 from checkflow.runtime.store.store import reported
 from checkflow.runtime.system import fs
@@ -52,6 +52,19 @@ class Board:
     run_id: str
     world_size: int
     attempts: Many[Attempt] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor, or a box of one, in a rank's file. ``shape``, ``offsets``: of the whole, and the box's place in it."""
+
+    __pydantic_config__ = STRICT
+    file: FileName
+    key: str
+    dtype: str
+    lengths: Many[Length]
+    shape: Many[Length]
+    offsets: Many[Length]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ import numpy as np
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError, UnsupportedError
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.format.layout import OWNER, STORED_TYPES, FileLayout, TensorRecord, make_layout
-from checkflow.runtime.ranks.records import Part
 from checkflow.runtime.shards.arrays import describe, to_bytes
 from checkflow.runtime.shards.ownership import Array, Slice, Table, TableInfo, check_rank, checked_ids, shard_of_name
 from checkflow.runtime.shards.rendezvous import (
     Attempt,
+    Part,
     Record,
     clear_notes,
     collect,

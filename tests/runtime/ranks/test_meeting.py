@@ -16,6 +16,7 @@ from checkflow.runtime.ranks.joining import agree_generation, join
 from checkflow.runtime.ranks.meeting import wait
 from checkflow.runtime.ranks.torch_meeting import TorchMeeting, store_address
 from tests.support.shard_tools import together
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -82,10 +83,11 @@ def test_ranks_without_a_store_join_by_files(tmp_path: Path, monkeypatch: pytest
     councils = together(2, lambda rank: join(Identity(rank, 2, rank, "", ""), directory, start_seconds=30))
     try:
         assert councils[0].generation == councils[1].generation
-        assert [path.name[:9] for path in directory.iterdir()] == [".council-"] * 2
+        wait_for(lambda: [path.name[:9] for path in directory.iterdir()] == [".council-"] * 2)
     finally:
         for council in reversed(councils):
             council.close()
+            wait_for(lambda council=council: not council.running)
 
 
 def test_a_process_alone_has_no_identity() -> None:
