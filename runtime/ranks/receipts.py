@@ -44,13 +44,8 @@ def check_version(
             )
         if receipt.world_size != world_size:
             raise MismatchError(f"rank {rank} counts {receipt.world_size} ranks, rank 0 counts {world_size}")
-    check_coverage(ordered, coverage)
-    return ordered
-
-
-def check_coverage(ordered: Sequence[Receipt], coverage: Coverage) -> None:
-    """Raises what ``coverage`` raises unless the ranks' files hold each tensor exactly once."""
     coverage(ordered)
+    return ordered
 
 
 def most_costs(costs: Sequence[Costs]) -> Costs:

@@ -13,7 +13,6 @@ from checkflow.core.errors import MissingShardsError, StorageError
 from checkflow.runtime.ranks import joining
 from checkflow.runtime.ranks.identity import Identity, find_identity, launch_of
 from checkflow.runtime.ranks.joining import agree_generation, join
-from checkflow.runtime.ranks.meeting import wait
 from checkflow.runtime.ranks.torch_meeting import TorchMeeting, store_address
 from tests.support.shard_tools import together
 from tests.support.waiting import wait_for
@@ -34,15 +33,6 @@ def test_values_are_seen_by_the_same_generation_alone(store: TCPStore) -> None:
     one.drop(["receipt/1/1", "receipt/9/9"])
     assert two.get(["card/1", "receipt/1/1"]) == {"card/1": b"new"}
     assert two.get([]) == {}
-
-
-def test_a_wait_names_the_ranks_that_do_not_come(store: TCPStore) -> None:
-    place = TorchMeeting("localhost", store.port, "g.0", 10)
-    place.put("a/0", b"0")
-    assert wait(place, {0: "a/0"}, 0, "word") == {0: b"0"}
-    with pytest.raises(MissingShardsError, match=r"no word from ranks 1 and 2 within 0\.05 s") as error:
-        wait(place, {rank: f"a/{rank}" for rank in range(3)}, 0.05, "word")
-    assert error.value.ranks == (1, 2)
 
 
 def test_a_store_that_is_not_there_is_named() -> None:
