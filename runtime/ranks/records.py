@@ -1,7 +1,7 @@
 """What ranks tell each other, as frozen data: each rank its card and its receipts, rank 0 its board.
 
 A card or a board holds all that its writer has to say, and replaces the one before: what is lost, late or read twice
-does no harm. ``serial`` says which of two is newer.
+does no harm. ``serial`` says which of two is newer; two that say the same are equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.core.errors import StorageError, first_fault
 from checkflow.core.graph import STRICT, Many, Named
-from checkflow.runtime.format.manifest import MAX_STEP, FileEntry, FileName, Size
+from checkflow.runtime.format.manifest import MAX_STEP
 
 Rank = Annotated[int, Field(ge=0, lt=2**20)]
 Count = Annotated[int, Field(ge=0)]
@@ -23,19 +23,6 @@ Seconds = Annotated[float, Field(ge=0)]
 Generation = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,80}\z")]
 Ended = Literal["", "committed", "failed"]
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor, or a box of one, in a rank's file. ``shape``, ``offsets``: of the whole, and the box's place in it."""
-
-    __pydantic_config__ = STRICT
-    file: FileName
-    key: str
-    dtype: str
-    lengths: Many[Size]
-    shape: Many[Size]
-    offsets: Many[Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +40,8 @@ class Receipt:
     """What a rank has written durably for one attempt; or, with ``failure``, why it has not.
 
     Attributes:
-        parts: boxes of state tensors by name, in the files of this receipt.
-        extra_digest: of the state beside tensors that this rank saw.
+        written: the store's record of the files, their checksums and what they hold, as JSON. The council does not read
+            it: whoever writes the manifest does.
     """
 
     __pydantic_config__ = STRICT
@@ -63,9 +50,7 @@ class Receipt:
     generation: Generation
     attempt: Count
     step: Step
-    files: Named[FileName, FileEntry] = field(default_factory=dict)
-    parts: Named[str, Many[Part]] = field(default_factory=dict)
-    extra_digest: str = ""
+    written: str = ""
     costs: Costs = Costs()
     failure: str = ""
 
@@ -195,7 +180,7 @@ class Card:
     __pydantic_config__ = STRICT
     rank: Rank
     generation: Generation
-    serial: Count
+    serial: Count = field(compare=False)
     passed: Step = 0
     captured: Many[Step] = ()
     since: Step = 0
@@ -221,7 +206,7 @@ class Board:
 
     __pydantic_config__ = STRICT
     generation: Generation
-    serial: Count
+    serial: Count = field(compare=False)
     world_size: Annotated[int, Field(ge=1)]
     start: Start = Start()
     refusal: Refusal | None = None

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from checkflow.core.errors import TraceError, UnsupportedError
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.several_ranks import Ranks, process_group
-from checkflow.planner.record.recorder import Recorder
+from checkflow.planner.record.recorder import IterationRecorder
 from checkflow.planner.trace.trace import trace
 
 RANKS, WIDTH, LAYERS = 8, 60, 3  # 60 rows do not divide into 8
@@ -149,7 +149,7 @@ def test_the_eager_peak_is_the_tracker_s(case: str) -> None:
 def test_a_record_of_a_live_iteration_is_the_trace(case: str) -> None:
     graph = trace(build(case), name=case, target="cpu")
     step, held = settled(case)
-    recorder = Recorder(step.models, step.optimizers, name=case)
+    recorder = IterationRecorder(step.models, step.optimizers, name=case)
     recorder.begin(step.batch, held=held)
     held = step.run(step.batch)
     recorded = recorder.end(batch=step.batch).graph

@@ -59,6 +59,7 @@ def seats(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     yield make
     for council in reversed(made):
         council.close()
+    wait_for(lambda: not any(council.running for council in made))
 
 
 def start(council: Council, *, job: str = "job", replica: str = "same", step: int | None = 7) -> int | None:
