@@ -39,7 +39,7 @@ from checkflow.planner.timeline.measured import (
     with_predictions,
 )
 from checkflow.planner.timeline.roofline import durations_seconds
-from checkflow.planner.timeline.shares import first_share, global_bytes, replicas_of
+from checkflow.planner.timeline.shares import global_bytes, last_share, replicas_of
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
 
@@ -203,7 +203,7 @@ def _planned(
     begun = time.perf_counter()
     whole, copied = timeline, graph
     if several is not None:
-        copied, timeline = first_share(graph, timeline)
+        copied, timeline = last_share(graph, timeline)
     fingerprint = fingerprint_of(copied, device)
     if several is not None:
         fingerprint = replace(fingerprint, ranks=several.ranks.count)

@@ -6,24 +6,22 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from checkflow.core.boxes import Held, shares, whole
 from checkflow.core.graph import StateEntry, TrainingGraph
 from checkflow.core.timeline import StateGroup, Timeline
 
-WHOLE_BYTES = 64 * 2**10  # a smaller tensor is not cut
 
+def last_share(graph: TrainingGraph, timeline: Timeline) -> tuple[TrainingGraph, Timeline]:
+    """Return graph and timeline with the state that the last replica copies.
 
-def first_share(graph: TrainingGraph, timeline: Timeline) -> tuple[TrainingGraph, Timeline]:
-    """Return graph and timeline with the state that the first replica copies.
-
-    The tensors of a group that have as many replicas lie end to end, in the order of their names. Each replica takes
-    one part, cut at rows of the first dimension, so that it is a box of each tensor. The first one's is the largest, by
-    less than a row.
+    Its share of each group is the largest, as cuts move back (:func:`checkflow.core.boxes.shares`): 1/R of the bytes,
+    and less than ``SMALL_BYTES`` more. A part of a tensor that is no single box has the shape of its elements in a row.
     """
     entries = {entry.name: entry for entry in graph.state}
     kept = {entry.name: entry for entry in graph.state if entry.placement == "host"}
     groups = []
     for group in timeline.groups:
-        mine = list(_first_of(entries[name] for name, _ in group.members))
+        mine = list(_last_of([entries[name] for name, _ in group.members]))
         kept.update((entry.name, entry) for entry in mine)
         if mine:
             members = tuple((entry.name, entry.size_bytes) for entry in mine)
@@ -32,25 +30,20 @@ def first_share(graph: TrainingGraph, timeline: Timeline) -> tuple[TrainingGraph
     return replace(graph, state=state), replace(timeline, groups=tuple(groups))
 
 
-def _first_of(members: Iterable[StateEntry]) -> Iterable[StateEntry]:
+def _last_of(members: Iterable[StateEntry]) -> Iterable[StateEntry]:
     by_replicas: dict[int, list[StateEntry]] = {}
     for entry in members:
         by_replicas.setdefault(entry.replicas, []).append(entry)
     for replicas, entries in by_replicas.items():
-        left = math.ceil(sum(entry.size_bytes for entry in entries) / replicas)
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if left <= 0 and entry.size_bytes:
-                continue
-            part = entry if entry.size_bytes <= max(left, WHOLE_BYTES) else _rows(entry, left)
-            left -= part.size_bytes
-            yield part
-
-
-def _rows(entry: StateEntry, size_bytes: int) -> StateEntry:
-    """Return the first rows of a tensor that hold so many bytes."""
-    rows = math.ceil(size_bytes / (entry.size_bytes // entry.shape[0]))
-    part_bytes = entry.size_bytes // entry.shape[0] * rows
-    return replace(entry, shape=(rows, *entry.shape[1:]), size_bytes=part_bytes)
+        sizes = {entry.name: max(1, entry.size_bytes // max(1, math.prod(entry.shape))) for entry in entries}
+        holders = tuple(range(replicas))
+        held = [Held(entry.name, whole(entry.shape), sizes[entry.name], holders) for entry in entries]
+        boxes = shares(held, replicas - 1)
+        for entry in entries:
+            if parts := boxes.get(entry.name):
+                volume = sum(box.volume for box in parts)
+                shape = parts[0].lengths if len(parts) == 1 else (volume,)
+                yield replace(entry, shape=shape, size_bytes=volume * sizes[entry.name])
 
 
 def global_bytes(state: Iterable[StateEntry], ranks: int) -> int:
