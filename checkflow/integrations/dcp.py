@@ -210,7 +210,7 @@ def _image(
         found, planned = (dtype_name(tensor.dtype), tuple(tensor.shape)), (placed.record.dtype, placed.record.shape)
         if found != planned:
             raise MismatchError(
-                f"{item.index.fqn} is {found[0]}{list(found[1])}, its plan {planned[0]}{list(planned[1])}"
+                f"{item.index.fqn} is {found[0]}{list(found[1])}, and was planned as {planned[0]}{list(planned[1])}"
             )
         yield from to_bytes(tensor)
 
@@ -334,9 +334,7 @@ class Reader(StorageReader):
             name = f"{OWNER}/{item.storage_index.fqn}"
             tensor = planner.resolve_tensor(item).detach()
             if tuple(tensor.shape) != box.lengths:
-                raise MismatchError(
-                    f"{item.dest_index.fqn} takes {list(tensor.shape)}, and {list(box.lengths)} is read"
-                )
+                raise MismatchError(f"{item.dest_index.fqn} takes {list(tensor.shape)}, not {list(box.lengths)}")
             dtype = getattr(torch, version.manifest.tensors[name].dtype)
             filled = tensor if tensor.dtype == dtype else torch.empty(box.lengths, dtype=dtype)
             if filled is not tensor:
