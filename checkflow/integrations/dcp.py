@@ -56,8 +56,8 @@ from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.retention import Rules
 from checkflow.runtime.store.store import Store, reported
 from checkflow.runtime.store.trust import Trust
+from checkflow.runtime.weights.exporter import DCP as OWNER
 
-OWNER = "dcp"  # before each tensor's name in a version, and in its files' names; and the key of all else
 _STEP = re.compile(r"(?:step-)?([0-9]{1,19})", re.ASCII)
 Id = str | os.PathLike[str] | None
 

@@ -19,6 +19,7 @@ from checkflow.runtime.format import codec
 from checkflow.runtime.store.filling import fill_all
 from checkflow.runtime.store.reader import Checkpoint
 
+DCP = "dcp"  # what versions of checkflow.integrations.dcp have under this owner and key
 Format = Literal["torch", "safetensors", "dcp"]
 _SUFFIXES: Mapping[str, Format] = {
     ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch", ".safetensors": "safetensors", "": "dcp",
@@ -37,7 +38,7 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Each model's and optimizer's ``state_dict()`` by name ("model" and "optimizer" for one of each); ``"state"``: those
     of the job's further objects by name; ``"iteration"``, ``"epoch"``; ``"parameters"``: values of parameters that
-    belong to no model, if any.
+    belong to no model, if any. Of a version that ``dcp.save`` made: what it was given.
 
     Raises:
         UnsupportedError: an optimizer's state is part of a tensor subclass, which only its job can rebuild; or the
@@ -45,16 +46,14 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
         CorruptCheckpointError, StorageError: it is damaged, or cannot be read.
     """
     extra = codec.decode(checkpoint.extra_bytes)
+    if isinstance(extra, dict) and DCP in extra:
+        return _nested(checkpoint, extra[DCP])
     if not isinstance(extra, dict) or "job" not in extra:
         raise UnsupportedError(
             f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/how-to/shards.md)"
         )
     job = extra["job"]
-    tensors = {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
-        for name, entry in checkpoint.tensors.items()
-    }
-    fill_all(checkpoint, [(name, tensor, None) for name, tensor in tensors.items()])
+    tensors = _read_all(checkpoint)
     tensors |= {name: tensors[of] for name, of in checkpoint.ties}
     optimizers = job["optimizers"]
     found: dict[str, Any] = {}
@@ -71,6 +70,24 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
         found[owner] = optimizer_state(owner, saved, own, parameters)
     found |= {"state": job["objects"], "iteration": extra["iteration"], "epoch": extra["epoch"]}
     return found | ({"parameters": parameters} if parameters else {})
+
+
+def _read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    tensors = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        for name, entry in checkpoint.tensors.items()
+    }
+    fill_all(checkpoint, [(name, tensor, None) for name, tensor in tensors.items()])
+    return tensors
+
+
+def _nested(checkpoint: Checkpoint, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict that was given to ``dcp.save``."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    tensors = {name.removeprefix(f"{DCP}/"): tensor for name, tensor in _read_all(checkpoint).items()}
+    flat = {**tensors, **saved["values"]}
+    return unflatten_state_dict(flat, saved["paths"]) if saved["paths"] is not None else flat
 
 
 def optimizer_state(
@@ -152,7 +169,10 @@ def export(
 
 def _save_model(checkpoint: Checkpoint, found: Mapping[str, Any], model: str | None, path: Path) -> None:
     owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors)
-    models = [name for name in owners if "param_groups" not in found[name]]
+    named = [name for name, value in found.items() if isinstance(value, Mapping)] if DCP in owners else [*owners]
+    models = [name for name in named if "param_groups" not in found[name] and _holds_tensors(found[name])]
+    if not models:
+        raise MismatchError(f"{checkpoint.path} holds no model under a name of its own")
     if model is None and len(models) != 1:
         raise MismatchError(f"the checkpoint has the models {', '.join(models)}: pass --model")
     if model is not None and model not in models:
@@ -167,6 +187,10 @@ def _save_model(checkpoint: Checkpoint, found: Mapping[str, Any], model: str | N
     mode = stat.S_IMODE(path.stat().st_mode)  # the umask's: safetensors makes files for their owner alone
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
     path.chmod(mode)
+
+
+def _holds_tensors(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 def _save_distributed(found: Mapping[str, Any], path: Path) -> None:

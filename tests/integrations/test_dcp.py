@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -26,12 +27,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from checkflow.core.errors import UnsupportedError
+from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.integrations.dcp import Reader, Writer
 from checkflow.runtime.inspect import compare, list_directory, verify
 from checkflow.runtime.store.cleanup import is_leftover
 from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
+from checkflow.runtime.weights.exporter import export, state_dicts
 from tests.support.faults import Faults
 from tests.support.programs import mesh_jobs
 from tests.support.rank_processes import run_ranks
@@ -135,6 +138,37 @@ def test_a_version_is_like_any_other(tmp_path: Path) -> None:
     differences = compare(older, newest)
     assert [(one.name, one.largest) for one in differences.tensors] == [("dcp/x", 1.0)]
     assert [path for path, _, _ in differences.extra] == ["dcp.values.note"]
+
+
+def test_a_version_is_exported(tmp_path: Path) -> None:
+    state = all_state()
+    dcp.save(state, storage_writer=Writer(tmp_path, step=10))
+    with open_checkpoint(tmp_path / "step-00000010") as checkpoint:
+        assert_equal(
+            state_dicts(checkpoint),
+            {
+                **state,
+                "plain": {
+                    **state["plain"],
+                    "state": {
+                        str(number): value
+                        for number, value in state["plain"]["state"].items()  # as DCP has keys
+                    },
+                },
+            },
+        )
+        export(checkpoint, tmp_path / "model.safetensors", "safetensors")
+        export(checkpoint, tmp_path / "again", "dcp")
+    assert_equal(load_file(tmp_path / "model.safetensors"), dict(state["model"]))
+    found = zeroed({"model": state["model"]})
+    dcp.load(found, checkpoint_id=tmp_path / "again")
+    assert_equal(found["model"], state["model"])
+    dcp.save({"x": torch.ones(2)}, storage_writer=Writer(tmp_path, step=11))
+    with (
+        open_checkpoint(tmp_path / "step-00000011") as checkpoint,
+        pytest.raises(MismatchError, match="holds no model under a name of its own"),
+    ):
+        export(checkpoint, tmp_path / "none.safetensors", "safetensors")
 
 
 @pytest.mark.parametrize("of", ["10", "step-10", "{}/step-10", "{}/10"])
