@@ -126,8 +126,41 @@ def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
     return path
 
 
+def flat_state(checkpoint: Checkpoint, found: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`state_dicts` under the names that torchtitan saves: those of models' keys without a prefix, and of
+    optimizers ``<optimizer>.state.<parameter>.exp_avg``, ``<optimizer>.param_groups.<parameter>.lr``.
+
+    Raises MismatchError if two models have a name in common.
+    """
+    extra = codec.decode(checkpoint.extra_bytes)
+    if DCP in extra:  # has the names that its job chose
+        return dict(found)
+    optimizers = extra["job"]["optimizers"]
+    models = {name.partition("/")[0] for name in checkpoint.tensors} - optimizers.keys()
+    flat = {name: value for name, value in found.items() if name not in models}
+    for owner, saved in optimizers.items():
+        state = dict(found[owner]["state"])
+        names = list(dict.fromkeys(name for group in saved["groups"] for name in group["params"]))
+        mine = {f"state.{name}.{key}": v for n, name in enumerate(names) for key, v in state.pop(n, {}).items()}
+        for group in saved["groups"]:
+            options = {key: value for key, value in group.items() if key != "params"}
+            mine |= {f"param_groups.{name}.{key}": v for name in group["params"] for key, v in options.items()}
+        flat[owner] = {**mine, **{f"state.{key}": value for key, value in state.items()}}
+    for owner in sorted(models):
+        if taken := flat.keys() & found[owner].keys():
+            raise MismatchError(f"{min(taken)!r} would be there twice without the prefix {owner!r}: leave out --flat")
+        flat |= found[owner]
+    return flat
+
+
 def export(
-    checkpoint: Checkpoint, target: Path, form: Format, *, model: str | None = None, replace: bool = False
+    checkpoint: Checkpoint,
+    target: Path,
+    form: Format,
+    *,
+    model: str | None = None,
+    replace: bool = False,
+    flat: bool = False,
 ) -> None:
     """Write a checkpoint in another format, whole or not at all. Raises MismatchError if the model is unclear,
     StorageError if the target exists.
@@ -138,6 +171,7 @@ def export(
             :func:`state_dicts` as a folder of ``torch.distributed.checkpoint``.
         model: which, for safetensors; None: the only one.
         replace: whether to replace an existing target.
+        flat: for "dcp": the names of :func:`flat_state`.
     """
     if target.exists() and not replace:
         raise StorageError(f"{target} exists already: pass --force to replace it")
@@ -145,7 +179,7 @@ def export(
     writers: Mapping[Format, Callable[[Path], None]] = {
         "torch": lambda path: torch.save(found, path),
         "safetensors": lambda path: _save_model(checkpoint, found, model, path),
-        "dcp": lambda path: _save_distributed(found, path),
+        "dcp": lambda path: _save_distributed(flat_state(checkpoint, found) if flat else found, path),
     }
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:

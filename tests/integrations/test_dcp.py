@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import errno
 import io
@@ -35,7 +36,7 @@ from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.exporter import export, state_dicts
-from tests.support.faults import Faults
+from tests.support.faults import CUTS, Disk, Faults
 from tests.support.programs import mesh_jobs
 from tests.support.rank_processes import run_ranks
 from tests.support.store_tools import fill, small_layout
@@ -323,6 +324,29 @@ def test_each_call_that_fails_leaves_whole_versions(tmp_path: Path, error: int |
             save(at)
             assert not leftovers(tmp_path)
     assert met > 40
+
+
+@pytest.mark.parametrize("names", CUTS)
+def test_a_power_cut_at_any_call_loses_nothing_acknowledged(tmp_path: Path, names: str) -> None:
+    at = 0
+    while True:
+        at += 1
+        directory, left = tmp_path / f"versions-{at}", tmp_path / f"left-{at}"
+        directory.mkdir()
+        disk, faults, done = Disk(directory), Faults(at, after=True), 0
+        with disk():
+            for step in (1, 2):
+                with faults() if step == 2 else contextlib.nullcontext(), contextlib.suppress(CheckpointException):
+                    dcp.save({"x": torch.full((3,), float(step))}, storage_writer=Writer(directory, step))
+                    done = step
+            disk.after_power_cut(left, names)
+        found = {"x": torch.zeros(3)}
+        dcp.load(found, storage_reader=Reader(left))
+        assert found["x"].tolist() in ([[2.0] * 3] if done == 2 else [[1.0] * 3, [2.0] * 3])
+        assert [verify(path).fault for path in find(left)] == [None] * len(find(left))
+        if not faults.met:
+            break
+    assert at > 40
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
