@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import threading
@@ -104,9 +105,7 @@ class Store:
                 # Make durable what an earlier run renamed but did not sync.
                 self._sync_folder(self._root)
             if (kind := fs.file_system(self.directory)[0]) in _VOLATILE:
-                logger.warning(
-                    "%s lies on %s: its checkpoints do not outlive this machine or container", self.directory, kind
-                )
+                _warn_volatile(self.directory, kind)
         except BaseException:
             self.close()
             raise
@@ -442,6 +441,11 @@ class Store:
                 "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
                 self.directory,
             )
+
+
+@functools.cache  # once: some jobs open a store for each checkpoint
+def _warn_volatile(directory: Path, kind: str) -> None:
+    logger.warning("%s lies on %s: its checkpoints do not outlive this machine or container", directory, kind)
 
 
 def sync_folder(fd: int) -> bool:
