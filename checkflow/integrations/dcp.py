@@ -192,6 +192,8 @@ def _step_of(checkpoint_id: str | os.PathLike[str], directory: Path) -> int:
 
 def _describe(fqn: str, data: planning.TensorWriteData) -> tuple[TensorRecord, Source]:
     """The record of a part of a tensor, and what it is. Types that no file can hold are refused with the layout."""
+    if data.properties.layout is not torch.strided:
+        raise UnsupportedError(f"{fqn} is a tensor of layout {data.properties.layout}: make it dense with .to_dense()")
     name = f"{OWNER}/{fqn}"
     box = Box(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     dtype = dtype_name(data.properties.dtype)
@@ -298,7 +300,7 @@ class Reader(StorageReader):
 
     def prepare_global_plan(self, plans: list[planning.LoadPlan]) -> list[planning.LoadPlan]:
         step = self._whole_step() if self.step is None else self.step
-        kind = self._look(step).kind
+        kind = (self._read if self._read.step == step else self._look(step)).kind
         if any(plan.storage_data != kind for plan in plans):
             raise MismatchError(
                 f"the newest whole version of {self.directory} is of step {step}, and holds other state than a newer "

@@ -8,6 +8,7 @@ import datetime
 import errno
 import io
 import json
+import math
 import random
 import subprocess
 import sys
@@ -205,7 +206,13 @@ def test_arguments_out_of_their_range(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with refused("state.thing: an object of type object cannot be saved"):
         dcp.save({"state": {"thing": object(), "x": torch.ones(2)}}, storage_writer=Writer(tmp_path, 1))
-    with refused("step 1 is a|holds no whole version"):
+    with refused("odd is a tensor of layout torch.sparse_coo: make it dense"):
+        dcp.save({"odd": torch.eye(2).to_sparse()}, storage_writer=Writer(tmp_path, 1))
+    with refused("odd is quint8, which no safetensors file can hold"):
+        dcp.save(
+            {"odd": torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.quint8)}, storage_writer=Writer(tmp_path, 1)
+        )
+    with refused("holds no whole version"):
         dcp.load({"x": torch.ones(2)}, storage_reader=Reader(tmp_path))
 
 
@@ -227,7 +234,8 @@ class Pickles(DefaultSavePlanner):
 class Forgets(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        return SavePlan(plan.items[1:], plan.storage_data, plan.planner_data)
+        largest = max(plan.items, key=lambda item: math.prod(item.tensor_data.chunk.sizes) if item.tensor_data else 0)
+        return SavePlan([item for item in plan.items if item is not largest], plan.storage_data, plan.planner_data)
 
 
 class Halves(DefaultSavePlanner):
@@ -296,6 +304,20 @@ def test_versions_of_others_are_refused(tmp_path: Path) -> None:
             dcp.save({"x": torch.ones(2)}, storage_writer=Writer(tmp_path, 2))
     with refused("was not saved by checkflow.integrations.dcp"):
         dcp.load({"x": torch.zeros(2)}, storage_reader=Reader(tmp_path))
+
+
+def test_a_second_job_cannot_mix_with_the_first(tmp_path: Path) -> None:
+    class Disturbed(Writer):
+        def finish(self, metadata: Any, results: Any) -> None:
+            dcp.save({"x": torch.zeros(2)}, storage_writer=Writer(tmp_path, 1))
+            super().finish(metadata, results)
+
+    with refused("what rank 0 wrote is gone: another job saves to this directory"):
+        dcp.save({"x": torch.ones(2)}, storage_writer=Disturbed(tmp_path, 1))
+    found = {"x": torch.ones(2)}
+    dcp.load(found, storage_reader=Reader(tmp_path))
+    assert found["x"].tolist() == [0, 0]
+    assert not leftovers(tmp_path)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, None], ids=["error", "killed"])
@@ -420,6 +442,11 @@ def fail_and_go_on(rank: int, ranks: int, directory: Path) -> list[Any]:
         dcp.save({**state, **({"bad": object()} if rank else {})}, storage_writer=Writer(directory, step=1))
     except CheckpointException as error:
         said.append(str(error))
+    try:
+        planner = Forgets() if rank else DefaultSavePlanner()  # a part of a tensor that rank 0 writes its own part of
+        dcp.save(state, storage_writer=Writer(directory, step=1), planner=planner)
+    except CheckpointException as error:
+        said.append(str(error))
     torch.distributed.barrier()
     said.append((find(directory), leftovers(directory)))
     torch.distributed.barrier()
@@ -449,10 +476,13 @@ def fail_and_go_on(rank: int, ranks: int, directory: Path) -> list[Any]:
 def test_a_rank_that_fails_leaves_no_version_and_later_saves_go_on(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     directory = tmp_path / "versions"
-    for error, (versions, left), later, newest in run_ranks(tmp_path / "ranks", 2, fail_and_go_on, directory):
+    for error, uncovered, (versions, left), later, newest in run_ranks(
+        tmp_path / "ranks", 2, fail_and_go_on, directory
+    ):
         assert "bad: an object of type object cannot be saved" in error
+        assert "is not covered by its pieces: [" in uncovered
         assert versions == ()
-        assert len(left) == 1  # rank 0 had written its part
+        assert left == []  # what the first one left, the second has removed, and the commit what both wrote
         assert later == []
         assert newest == ["step-00000004", "step-00000003"]
 
