@@ -446,7 +446,7 @@ def test_a_device_file_says_how_fast_its_disk_is(call: Any) -> None:
         (("digits",), USAGE, "--mtbf"),
         (("digits", "--mtbf", "1h"), USAGE, "the speed of storage is not known"),
         ((*DIGITS, "--mtbf", "soon"), USAGE, "not a time"),
-        ((*DIGITS, "--mtbf", "0s"), USAGE, "more than none"),
+        ((*DIGITS, "--mtbf", "0s"), USAGE, "more than zero"),
         ((*DIGITS, "--storage", "1"), USAGE, "1GB/s"),
         ((*DIGITS, "--shape", "0"), USAGE, "a shape is from 0.3"),
         ((*DIGITS, "--shape", "nan"), USAGE, "a shape is from 0.3"),
