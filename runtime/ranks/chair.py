@@ -95,10 +95,10 @@ class Chair:
     def schedule(self, schedule: Schedule) -> None:
         self._board = replace(self._board, schedule=schedule)
 
-    def resume(self, step: int | None) -> None:
+    def resume(self, step: int | None, run_id: str) -> None:
         """All ranks have come: they restore this step, or begin anew."""
         if self._board.start.stage == "reports":
-            self._board = replace(self._board, start=Start("restore", step))
+            self._board = replace(self._board, start=Start("restore", step, run_id))
 
     def open(self, step: int) -> int:
         """Open an attempt to write a version; returns its number. An open one before it has failed."""

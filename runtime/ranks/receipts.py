@@ -34,8 +34,8 @@ def check_version(
         raise StorageError(f"no receipt of rank {missing[0]} for step {step}")
     ordered = tuple(receipts[rank] for rank in range(world_size))
     for rank, receipt in enumerate(ordered):
-        if receipt.failure:
-            raise StorageError(f"rank {rank}: {receipt.failure}")
+        if receipt.failure or receipt.written is None:
+            raise StorageError(f"rank {rank}: {receipt.failure or 'it names no files'}")
         named = receipt.rank == rank and records.is_of(receipt, generation)
         if not named or (receipt.attempt, receipt.step) != (attempt, step):
             raise StorageError(
@@ -52,9 +52,10 @@ def check_coverage(ordered: Sequence[Receipt], coverage: Coverage) -> None:
     """Raises MismatchError, or what ``coverage`` raises, unless the ranks' files hold each tensor exactly once."""
     names: set[str] = set()
     for receipt in ordered:
-        if twice := names & receipt.files.keys():
+        files = receipt.written.files if receipt.written is not None else {}
+        if twice := names & files.keys():
             raise MismatchError(f"several ranks have written {min(twice)}, rank {receipt.rank} the last")
-        names |= receipt.files.keys()
+        names |= files.keys()
     coverage(ordered)
 
 

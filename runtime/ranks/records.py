@@ -14,7 +14,8 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.core.errors import StorageError, first_fault
 from checkflow.core.graph import STRICT, Many, Named
-from checkflow.runtime.format.manifest import MAX_STEP, FileEntry, FileName, Size
+from checkflow.runtime.format.manifest import MAX_STEP
+from checkflow.runtime.store.parts import Written
 
 Rank = Annotated[int, Field(ge=0, lt=2**20)]
 Count = Annotated[int, Field(ge=0)]
@@ -23,19 +24,6 @@ Seconds = Annotated[float, Field(ge=0)]
 Generation = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,80}\z")]
 Ended = Literal["", "committed", "failed"]
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor, or a box of one, in a rank's file. ``shape``, ``offsets``: of the whole, and the box's place in it."""
-
-    __pydantic_config__ = STRICT
-    file: FileName
-    key: str
-    dtype: str
-    lengths: Many[Size]
-    shape: Many[Size]
-    offsets: Many[Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +41,7 @@ class Receipt:
     """What a rank has written durably for one attempt; or, with ``failure``, why it has not.
 
     Attributes:
-        parts: boxes of state tensors by name, in the files of this receipt.
-        extra_digest: of the state beside tensors that this rank saw.
+        written: None with a failure.
     """
 
     __pydantic_config__ = STRICT
@@ -63,9 +50,7 @@ class Receipt:
     generation: Generation
     attempt: Count
     step: Step
-    files: Named[FileName, FileEntry] = field(default_factory=dict)
-    parts: Named[str, Many[Part]] = field(default_factory=dict)
-    extra_digest: str = ""
+    written: Written | None = None
     costs: Costs = Costs()
     failure: str = ""
 
@@ -112,11 +97,17 @@ class StartReport:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Rank 0's word on the start. ``stage``: reports are awaited, all restore ``step`` (None: begin anew), training."""
+    """Rank 0's word on the start.
+
+    Attributes:
+        stage: reports are awaited, all restore ``step`` (None: begin anew), training.
+        run_id: of this run, from "restore" on.
+    """
 
     __pydantic_config__ = STRICT
     stage: Literal["reports", "restore", "train"] = "reports"
     step: Step | None = None
+    run_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
