@@ -33,3 +33,75 @@ def test_a_killed_job_ends_as_if_it_had_never_been(tmp_path: Path, kind: str) ->
         expected, found = whole.last(rank, "ended"), resumed.last(rank, "ended")
         assert (found["step"], found["digest"]) == (expected["step"], expected["digest"])
         assert (found["durable"], found["failed"], found["audits"]) == (found["step"], 0, found["committed"])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(("fsdp", 2), ("fsdp", 3)), (("ddp", 2), ("fsdp", 2)), (("fsdp", 3), ("ddp", 2))]
+)
+def test_a_job_goes_on_with_other_ranks(tmp_path: Path, first: tuple[str, int], then: tuple[str, int]) -> None:
+    """The state is the same on any mesh; so is the place in the data."""
+    folder = numbered(tmp_path)
+    before = run_job(folder(), first[1], tmp_path / "all", first[0], 1)
+    after = run_job(folder(), then[1], tmp_path / "all", then[0], 1)
+    for rank in range(then[1]):
+        assert after.last(rank, "begins")["step"] == before.last(0, "ended")["step"]
+        assert after.last(rank, "ended")["digest"] == before.last(0, "ended")["digest"]  # nothing is left to train
+    longer = run_job(folder(), then[1], tmp_path / "all", then[0], 2)
+    assert longer.last(0, "ended")["step"] == before.last(0, "ended")["step"] + 48 // (4 * then[1])
+    new = [rank for rank in range(then[1]) if rank >= first[1]]
+    said = [f"rank {rank} is new since step" in after.printed() for rank in new]
+    assert all(said)
+    assert after.printed().count("is new since step") == len(new)
+
+
+def test_one_process_goes_on_from_several_ranks_and_back(tmp_path: Path) -> None:
+    folder = numbered(tmp_path)
+    ends = [run_job(folder(), ranks, tmp_path / "all", "ddp", 1).last(0, "ended") for ranks in (2, 1, 2)]
+    assert len({(end["step"], end["digest"]) for end in ends}) == 1
+
+
+def test_a_locked_directory_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    with Store(tmp_path / "all", run_id="other"):
+        job = run_job(tmp_path / "run", 3, tmp_path / "all", "ddp", 1)
+    for rank in range(3):
+        refusal = job.last(rank, "refuses")
+        assert refusal["kind"] == "LockedError"
+        assert refusal["seconds"] < 10
+
+
+def test_arguments_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", "ddp", 1, rank1_every=3)
+    for rank in range(2):
+        assert "rank 1 and rank 0 have other arguments" in job.last(rank, "refuses")["message"]
+
+
+def test_a_signal_to_one_rank_ends_all_at_one_boundary(tmp_path: Path) -> None:
+    with rank_job(tmp_path / "run", 3, tmp_path / "all", "fsdp", 400, pause=0.02, every=1000) as job:
+        job.reach(5)
+        os.kill(job.pids()[1], signal.SIGTERM)
+        job.launcher.wait()
+    raised = [job.last(rank, "raised") for rank in range(3)]
+    assert {(one["kind"], one["step"], one["durable"], one["failed"]) for one in raised} == {
+        ("Preempted", raised[0]["step"], raised[0]["step"], 0)
+    }
+    with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
+        checkpoint.verify()
+        assert checkpoint.step == raised[0]["step"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_end_when_a_rank_is_killed(tmp_path: Path, victim: int) -> None:
+    """Nothing is alive 30 s later, and the newest version that any rank knows of is whole."""
+    with rank_job(tmp_path / "run", 3, tmp_path / "all", "ddp", 400, pause=0.02) as job:
+        job.reach(5)
+        os.kill(job.pids()[victim], signal.SIGKILL)
+        begun = time.monotonic()
+        job.launcher.wait()
+        assert job.alive() == []
+        assert time.monotonic() - begun < 35
+        known = max(line.get("durable") or 0 for rank in range(3) for line in job.said(rank))
+    with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
+        checkpoint.verify()
+        assert checkpoint.step >= known
+    resumed = run_job(tmp_path / "again", 3, tmp_path / "all", "ddp", 1)
+    assert resumed.last(0, "begins")["step"] >= known

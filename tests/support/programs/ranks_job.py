@@ -1,7 +1,7 @@
 """A job of several ranks under torchrun: DDP, FSDP2, HSDP or tensor parallel. Its digest at the end is of all state.
 
 ``ranks_job.py DIRECTORY KIND EPOCHS [OPTION=VALUE ...]`` appends JSON lines to ``log-<rank>`` in the working directory.
-Options: every ("auto" for none), pause (seconds an iteration), grace_seconds.
+Options: every, also of one rank (rank1_every) ("auto" for none), pause (seconds an iteration), grace_seconds.
 """
 
 from __future__ import annotations
@@ -103,12 +103,13 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     share = {"rank": 0, "world_size": 1} if kind == "tp" else {}
     loader = checkflow.DataLoader(Data(), batch_size=4, shuffle=True, seed=5, **share)
-    every: Any = options.get("every", "1")
+    every: Any = options.get(f"rank{rank}_every") or options.get("every", "1")
     logging.getLogger("checkflow").setLevel(logging.INFO)
     begun = time.monotonic()
     try:
         checkpointer = checkflow.Checkpointer(
-            model, optimizer, loader, directory=directory, audit=1, grace_seconds=float(options.get("grace_seconds", "25")),
+            model, optimizer, loader, directory=directory, audit=1,
+            grace_seconds=float(options.get("grace_seconds", "25")),
             every=int(every) if every.isdecimal() else None if every == "auto" else every,
         )  # fmt: skip
     except checkflow.CheckflowError as error:
