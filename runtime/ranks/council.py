@@ -191,7 +191,7 @@ class Council:
 
         def open_it(member: Member, chair: Chair | None, now: float) -> None:
             assert chair is not None, "rank 0 opens attempts"
-            answer.put(chair.open(step))
+            answer.put(chair.open(step, now))
 
         self._tell(open_it)
         found = self._wait(lambda: None if answer.empty() else answer.get(), _MARGIN_SECONDS)

@@ -21,7 +21,8 @@ from checkflow.runtime.format.manifest import FileEntry
 from checkflow.runtime.ranks import receipts, rounds
 from checkflow.runtime.ranks.chair import Chair
 from checkflow.runtime.ranks.member import Member, View
-from checkflow.runtime.ranks.records import Attempt, Costs, Part, Receipt, Refusal, Schedule, StartReport
+from checkflow.runtime.ranks.records import Attempt, Costs, Receipt, Refusal, Schedule, StartReport
+from checkflow.runtime.store.parts import Part, Written
 from checkflow.runtime.ranks.rounds import Event, Rounds
 
 SILENT, START, RECEIPTS, GRACE, POLL = 3.0, 8.0, 4.0, 6.0, 0.25  # seconds
@@ -179,7 +180,7 @@ class Seat:
         while (chair := self.rounds.chair) is not None and not chair.overview().reports and not self._refused():
             yield 0.1
         resume = self.resume
-        self.tell(lambda member, chair, now: chair.resume(resume) if chair else None)
+        self.tell(lambda member, chair, now: chair.resume(resume, "run") if chair else None)
         self.tell(lambda member, chair, now: chair.schedule(Schedule((), resume, world.every)) if chair else None)
         while self.view.start.stage == "reports" and not self._refused():
             yield 0.1
@@ -249,8 +250,8 @@ class Seat:
         name = f"{self.generation}-{step}-{self.rank}"
         failure = "disk full" if world.faults and draw.random() < 0.03 else ""
         return Receipt(
-            self.rank, world.size, self.generation, attempt, step, {name: FileEntry(1, ())},
-            {"w": (Part(name, "w", "uint8", (1,), (world.size,), (part,)),)},
+            self.rank, world.size, self.generation, attempt, step,
+            Written(self.rank, {name: FileEntry(1, ())}, (Part("w", name, "w", "uint8", (world.size,), (part,), (1,)),)),
             costs=Costs(persist_seconds=0.1), failure=failure,
         )  # fmt: skip
 
@@ -260,7 +261,7 @@ class Seat:
             return
         step = self.captures[-1]
         opened: list[int] = []
-        self.tell(lambda member, chair, now: opened.append(chair.open(step)) if chair else None)
+        self.tell(lambda member, chair, now: opened.append(chair.open(step, now)) if chair else None)
         while not opened:
             yield 0.05
         yield draw.uniform(0, 0.5)
@@ -315,9 +316,14 @@ class Seat:
         return found is not None and bool(found.ended)
 
 
+def written(receipt: Receipt) -> Written:
+    assert receipt.written is not None
+    return receipt.written
+
+
 def covers(ordered: Sequence[Receipt]) -> None:
     """That each rank's element is there once."""
-    found = sorted(part.offsets[0] for receipt in ordered for part in receipt.parts["w"])
+    found = sorted(part.offsets[0] for receipt in ordered for part in written(receipt).parts)
     if found != list(range(len(ordered))):
         raise MismatchError(f"w is covered at {found}")
 
@@ -441,8 +447,8 @@ class World:
 
     def commit(self, seat: Seat, step: int, whole: Sequence[Receipt]) -> None:
         self.tally.committed += 1
-        names = [next(iter(receipt.files)).split("-") for receipt in whole]
-        covered = tuple(sorted(part.offsets[0] for receipt in whole for part in receipt.parts["w"]))
+        names = [next(iter(written(receipt).files)).split("-") for receipt in whole]
+        covered = tuple(sorted(part.offsets[0] for receipt in whole for part in written(receipt).parts))
         self.versions.append(Version(seat.generation, step, tuple((name[0], int(name[1])) for name in names), covered))
 
     # What must hold

@@ -23,6 +23,7 @@ from checkflow.runtime.ranks import receipts
 from checkflow.runtime.ranks.identity import find_identity
 from checkflow.runtime.ranks.joining import join
 from checkflow.runtime.ranks.records import Receipt, StartReport
+from checkflow.runtime.store.parts import Written
 
 LAST_STEP = 5000
 
@@ -47,7 +48,7 @@ def main(directory: Path, mode: str) -> None:
             error = LockedError("the directory is locked by process 1")
             council.refuse(error)
             raise error
-        step = council.agree_start(StartReport("job"), lambda reports: len(reports)) or 0
+        step = council.agree_start(StartReport("job"), lambda reports: len(reports)).step or 0
         council.agree_restored(StartReport("job", restored=True), 30)
         tell("starts", step=step)
         train(council, rank, world_size, step, mode, tell)
@@ -84,7 +85,7 @@ def train(council: Any, rank: int, world_size: int, step: int, mode: str, tell: 
 def save(council: Any, rank: int, world_size: int, step: int, number: int) -> int:
     """What the writers' threads do, here on the main one."""
     attempt = council.open_attempt(step) if rank == 0 else council.await_attempt(step, 10, after=number)
-    council.post_receipt(Receipt(rank, world_size, council.generation, attempt.number, step))
+    council.post_receipt(Receipt(rank, world_size, council.generation, attempt.number, step, Written(rank)))
     if rank:
         council.await_verdict(attempt, 10)
         return int(attempt.number)
