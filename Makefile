@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test test-all test-again check kills faults fuzz test-gpu
+.PHONY: demo mnist nanogpt test test-all test-again check kills faults fuzz council test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -43,6 +43,12 @@ faults: $(STAMP)
 INPUTS ?= 100000
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.faults.fuzz.run --inputs $(INPUTS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/fuzz.json)
+
+# The agreement of several ranks on SCHEDULES simulated networks that delay, lose and cut, with ranks that die and stop.
+# BREAK=name takes a check away of it first (tests/runtime/ranks/breaks.py), and the run must fail.
+SCHEDULES ?= 100000
+council: $(STAMP)
+	@$(BIN)/python -m tests.runtime.ranks.run --schedules $(SCHEDULES) $(if $(SEED),--first $(SEED)) $(if $(BREAK),--break $(BREAK))
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ from benchmarks.cpu_overhead import RawLimits, timed
 from benchmarks.ways import BASELINES, Plain, Planned, Staged, TorchSave, Way, own_plan, real_step
 from checkflow.core.units import format_seconds, format_size
 from checkflow.planner.measure.timing import Spread, spread_of
-from checkflow.runtime.interval import policy
+from checkflow.runtime.interval import algorithm
 
 IMAGENET, DIGITS = 1_281_167, 1_437  # samples in an epoch
 PLAIN, OURS = "plain", "checkflow"
@@ -103,10 +103,10 @@ class Profile:
             OURS: (plan.stall_seconds, commit),
         }
 
-    def algorithm_1(self, state_bytes: int, overhead: float) -> policy.Choice:
+    def algorithm_1(self, state_bytes: int, overhead: float) -> algorithm.Choice:
         """What CheckFreq would do here: its interval, and its mode."""
-        return policy.algorithm_1(
-            policy.CheckFreqProfile(
+        return algorithm.algorithm_1(
+            algorithm.CheckFreqProfile(
                 iteration_seconds=self.iteration.median,
                 update_seconds=self.update.median,
                 cpu_copy_seconds=self.copy.median,
@@ -269,7 +269,7 @@ def measure_live(
 
 def pick(unit: int, iteration_seconds: float, hidden_seconds: float, cost_seconds: float, overhead: float) -> int:
     """The least interval at which checkpoints follow each other without a wait, and cost no more than ``overhead``."""
-    every = policy.join(unit, iteration_seconds, hidden_seconds, cost_seconds, overhead)
+    every = algorithm.join(unit, iteration_seconds, hidden_seconds, cost_seconds, overhead)
     assert every is not None  # only where nothing may be paid
     return every
 
@@ -286,7 +286,7 @@ def measure(case: Case, overhead: float, effort: Effort, where: Path | None) -> 
         usual = taken.iteration.median
         picked = taken.algorithm_1(state_bytes, overhead)
         assert picked.interval is not None
-        every = policy.least_multiple(plan.interval, picked.interval)
+        every = algorithm.least_multiple(plan.interval, picked.interval)
         iterations = block_iterations(every, usual, effort.block_seconds)
         blocks, raw = take_turns(case, step, plan, every, iterations, effort, directory, end)
         live = measure_live(case, step, plan, overhead, effort, directory / "live")

@@ -1,7 +1,7 @@
 """What ``checkflow plan`` costs as a whole process for the largest shipped models.
 
-Seconds are those of the clock and of the processors; memory is the process's largest resident set. Plans are for an
-H200; ``--relax-memory`` lets them be made where training alone exceeds its memory.
+Seconds are those of the clock and of the processors; memory is the process's largest resident set. Plans are for
+H200s, some for several ranks; ``--relax-memory`` lets them be made where training alone exceeds their memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ CASES: dict[str, list[str]] = {
     "llama-8B": ["llama", "--set", "size=8B"],
     "llama-70B": ["llama", "--set", "size=70B"],
     "llama-405B": ["llama", "--set", "size=405B"],
+    "llama-8B-fsdp-64": ["llama", "--set", "size=8B", "--ranks", "64", "--parallel", "fsdp"],
+    "llama-405B-tp-8192": ["llama", "--set", "size=405B", "--set", "tensor=8", "--ranks", "8192"],
     "dlrm": ["dlrm"],
     "dlrm-sparse-adam": ["dlrm", "--set", "table_optimizer=sparse_adam"],
 }

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import sharded_llama
 from benchmarks.paper_document import table
 from benchmarks.published import PUBLISHED, Published
 from benchmarks.throughput_models import TASKS, Layout, Precision, training_step
@@ -79,6 +80,7 @@ def render(data: dict[str, Any]) -> str:
         near=sum(1 / 1.25 <= ratio <= 1.25 for ratio in ratios),
         winograd_gain=data["inputs"]["winograd_gain"],
         efficiencies=_efficiencies(data["inputs"]["devices"]),
+        runs=_runs(data["several_ranks"]),
         tables="\n\n".join(_section(card, rows) for card in dict.fromkeys(row["card"] for row in rows)),
     )
 
@@ -89,6 +91,18 @@ def _efficiencies(devices: dict[str, dict[str, Any]]) -> str:
     for name, device in devices.items():
         matrix = "none" if not device["matrix_flops_per_second"] else f"{device['matrix_efficiency']:g}"
         lines.append([name, f"{device['compute_efficiency']:g}", matrix, f"{device['memory_efficiency']:g}"])
+    return table(header, lines)
+
+
+def _runs(rows: Iterable[dict[str, Any]]) -> str:
+    header = ["GPUs", "batch, checkpointing", "published", "predicted", "ratio", "communication waited for", "source"]
+    lines = []
+    for row in rows:
+        published, predicted = row["tokens_per_second"], row["predicted"]
+        what = f"{row['batch_size']}, selective by {row['checkpointing']}"
+        waits = f"{1000 * row['exposed_seconds']:.3g} ms"
+        figures = [f"{published:,.5g}", f"{predicted:,.5g}", f"{predicted / published:.2f}", waits]
+        lines.append([f"{row['ranks']} {row['card']}", what, *figures, row["source"]])
     return table(header, lines)
 
 
@@ -122,7 +136,10 @@ def main() -> None:
                 figures = f"{found['published']:10,.5g} {found['predicted']:10,.5g} {ratio:5.2f}"
                 print(f"{found['card']:12} {_what(found):50} {figures}", flush=True)
                 measured.append(found)
-        RESULTS.write_text(json.dumps({"inputs": inputs(), "rows": measured}, indent=1) + "\n")
+        several = [sharded_llama.measure(run) for run in sharded_llama.PUBLISHED_RUNS]
+        RESULTS.write_text(
+            json.dumps({"inputs": inputs(), "rows": measured, "several_ranks": several}, indent=1) + "\n"
+        )
     DOCUMENT.write_text(render(json.loads(RESULTS.read_text())))
 
 

@@ -165,16 +165,22 @@ def build(
     layers: int | None = None,
     width: int | None = None,
     vocabulary: int = 128_256,
+    tensor: int | None = None,
 ) -> TrainingStep:
     """Sequences of ``sequence`` tokens. ``layers`` and ``width``: for a smaller model of the same shape.
 
-    The width of the feed-forward layers follows ``width``; the number of heads is that of ``size``.
+    The width of the feed-forward layers follows ``width``; the number of heads is that of ``size``. ``tensor``: how
+    many ranks share each layer (with ``--ranks``); FSDP2 shards what each has over the others.
 
     Raises:
-        ModelError: no such size, or a width that does not divide into its heads.
+        ModelError: no such size, a width that does not divide into its heads, or ranks that do not divide.
     """
     chosen = _chosen(size, layers, width)
     model = Llama(chosen, vocabulary, sequence)
+    if tensor is not None:
+        from checkflow.models._tensor_parallel import shard
+
+        shard(model, model.layers, tensor, chosen.key_heads)
     optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.rate, betas=(0.9, 0.95), weight_decay=0.1)
     tokens, targets = torch.randint(vocabulary, (2, batch_size, sequence))
     return TrainingStep(model, optimizer, loss=_loss, batch=(tokens, targets))

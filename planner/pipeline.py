@@ -8,12 +8,13 @@ import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from checkflow.core.cluster import Cluster, cluster_of
 from checkflow.core.device import ComputeCapability, Device, find_device, usable_bytes
-from checkflow.core.errors import CheckflowError, MismatchError, TraceError
+from checkflow.core.errors import CheckflowError, MismatchError, ModelError, TraceError, UnsupportedError
 from checkflow.core.graph import TrainingGraph
 from checkflow.core.plan import Fingerprint, Plan, describe_mismatch
 from checkflow.core.timeline import Granularity, Step, Timeline
@@ -22,9 +23,11 @@ from checkflow.planner.iteration.optimizers import Target
 from checkflow.planner.measure.machine import this_machine
 from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.model_file.load import load_training_step
+from checkflow.planner.model_file.several_ranks import Ranks, parallelize, process_group
 from checkflow.planner.schedule.baselines import Baselines, baselines
 from checkflow.planner.schedule.compare import Comparison, make_comparison
 from checkflow.planner.schedule.scheduler import Outcome, PlanRequest, fingerprint_of, make_plan
+from checkflow.planner.timeline.collectives import Communication, communication, on_cluster, overlapped
 from checkflow.planner.timeline.measured import (
     MeasuredStep,
     Progress,
@@ -36,6 +39,7 @@ from checkflow.planner.timeline.measured import (
     with_predictions,
 )
 from checkflow.planner.timeline.roofline import durations_seconds
+from checkflow.planner.timeline.shares import global_bytes, last_share, replicas_of
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
 
@@ -68,6 +72,18 @@ class Planned:
     trace_seconds: float  # building the model and tracing it, or running it
     plan_seconds: float
     measured: MeasuredStep | None = None  # None: durations are the roofline's
+    several: SeveralRanks | None = None  # None: a plan for one process
+
+
+@dataclass(frozen=True)
+class SeveralRanks:
+    """What is known of all ranks together, where a plan is for one of several."""
+
+    ranks: Ranks
+    cluster: Cluster
+    communication: Communication
+    global_state_bytes: int  # each replica once
+    replicas: Mapping[int, int]  # the rank's state on the device, in bytes, by how many ranks hold the same
 
 
 def default_memory_limit_bytes(device: Device) -> int:
@@ -75,14 +91,51 @@ def default_memory_limit_bytes(device: Device) -> int:
     return usable_bytes(device.memory_bytes)
 
 
-def plan_model(subject: Subject, device: Device, request: PlanRequest, granularity: Granularity) -> Planned:
-    """Trace a training step and make the best plan for it; raises as loading, :func:`trace` and :func:`make_plan`."""
+def plan_model(
+    subject: Subject, device: Device, request: PlanRequest, granularity: Granularity, ranks: Ranks | None = None
+) -> Planned:
+    """Trace a training step and make the best plan for it; raises as loading, :func:`trace` and :func:`make_plan`.
+
+    Args:
+        ranks: plan for the first of several ranks, on the cluster that the device usually stands in.
+    """
     begun = time.perf_counter()
-    with torch_settings_kept():
-        graph = _trace(subject, device.kind, device.compute_capability)
+    cluster = None if ranks is None else cluster_of(device.name, ranks.count)
+    with torch_settings_kept(), process_group(ranks):
+        graph = _trace(subject, device.kind, device.compute_capability, ranks)
         durations = durations_seconds(graph, device)  # while the model file's precision settings hold
-    timeline = make_timeline(graph, durations, granularity)
-    return _planned(subject, device, request, graph, timeline, None, time.perf_counter() - begun)
+    if ranks is None or cluster is None:
+        timeline = make_timeline(graph, durations, granularity)
+        return _planned(subject, device, request, graph, timeline, None, time.perf_counter() - begun)
+    moved = [operator.collective for operator in graph.operators if operator.collective is not None]
+    if any(one.kind in ("send", "receive") for one in moved):
+        raise UnsupportedError(
+            f"{graph.model} sends between two ranks: pipeline parallelism is not planned, as its stages differ"
+        )
+    if not any(one.ranks > 1 for one in moved):
+        raise ModelError(
+            f"{graph.model} has no collective, so its {ranks.count} ranks would not train one model: choose --parallel "
+            "ddp or fsdp, or wrap the model in its file"
+        )
+    timeline = make_timeline(on_cluster(graph, cluster), overlapped(graph, durations, cluster), granularity)
+    several = SeveralRanks(
+        ranks,
+        cluster,
+        communication(graph, durations, cluster),
+        global_bytes(graph.state, ranks.count),
+        replicas_of(graph.state),
+    )
+    return _planned(subject, device, request, graph, timeline, None, time.perf_counter() - begun, several)
+
+
+def _refuse_collectives(graph: TrainingGraph) -> None:
+    """Refuse to plan one of several ranks as if it were alone."""
+    for operator in graph.operators:
+        if operator.collective is not None and operator.collective.ranks > 1:
+            raise UnsupportedError(
+                f"{graph.model} is one of {operator.collective.ranks} ranks ({operator.target}): --ranks plans several "
+                "ranks, in a process group that checkflow plan makes itself"
+            )
 
 
 def plan_measured_model(
@@ -145,9 +198,15 @@ def _planned(
     timeline: Timeline,
     measured: MeasuredStep | None,
     trace_seconds: float,
+    several: SeveralRanks | None = None,
 ) -> Planned:
     begun = time.perf_counter()
-    fingerprint = fingerprint_of(graph, device)
+    whole, copied = timeline, graph
+    if several is not None:
+        copied, timeline = last_share(graph, timeline)
+    fingerprint = fingerprint_of(copied, device)
+    if several is not None:
+        fingerprint = replace(fingerprint, ranks=several.ranks.count)
     graph_peak = max(max(part, default=0) for part in graph.live_bytes(eager=False))
     outcome = make_plan(timeline, fingerprint, request, graph_peak_bytes=graph_peak)
     return Planned(
@@ -157,19 +216,27 @@ def _planned(
         graph=graph,
         timeline=timeline,
         fingerprint=fingerprint,
-        baselines=baselines(timeline, outcome.piece_bandwidth_bytes_per_second),
+        baselines=baselines(whole, outcome.piece_bandwidth_bytes_per_second),
         outcome=outcome,
         graph_peak_bytes=graph_peak,
         trace_seconds=trace_seconds,
         plan_seconds=time.perf_counter() - begun,
         measured=measured,
+        several=several,
     )
 
 
-def _trace(subject: Subject, target: Target, compute_capability: ComputeCapability | None) -> TrainingGraph:
+def _trace(
+    subject: Subject, target: Target, compute_capability: ComputeCapability | None, ranks: Ranks | None = None
+) -> TrainingGraph:
     with contextlib.redirect_stdout(sys.stderr):  # the model's own prints are not our output
         name, step = _load(subject)
-        return trace(step, name=name, target=target, compute_capability=compute_capability)
+        if ranks is not None:
+            step = parallelize(step, ranks, name)
+        graph = trace(step, name=name, target=target, compute_capability=compute_capability)
+    if ranks is None:
+        _refuse_collectives(graph)
+    return graph
 
 
 def _load(subject: Subject, device: torch.device | None = None) -> tuple[str, TrainingStep]:

@@ -29,7 +29,7 @@ from checkflow.core.units import parse_seconds, parse_size
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import OWNER
-from checkflow.runtime.interval.policy import Asked
+from checkflow.runtime.interval.algorithm import Asked
 from checkflow.runtime.loop.preemption import KNOWN_SIGNALS
 from checkflow.runtime.store.retention import Rules
 from checkflow.runtime.store.trust import ANYONE

@@ -56,19 +56,19 @@ class Checkpointer:
 
     Args:
         model, optimizer: one of each, or dicts of several; optimizer None: what trains the models has no state to save.
-        loader: a ``checkflow.DataLoader``, or the result of ``checkflow.resumable``; iterate ``checkpointer.loader``
-            instead of it.
+        loader: a ``checkflow.DataLoader``, or the result of ``checkflow.resumable``; iterate it, or
+            ``checkpointer.loader``, which is the same object.
         directory: where checkpoints go; made if it is missing.
         plan: None: the job makes its own plan. One of its first iterations is recorded, which takes up to twice its
             usual time; another process makes the plan while training goes on, and it is kept in the directory for the
-            next start. Until then, checkpoints copy all state at the boundary: at the ends of epochs and of training,
-            as ``every`` asks, and, if no plan could be made, as often as ``overhead`` allows. "auto": the same, and a
-            job that changes (layers added, parameters unfrozen, another batch size, optimizer or autocast) gets a new
-            plan. Or a plan file, or a Plan, made for this job (``checkflow plan``).
+            next start. Until then, checkpoints copy all state at the boundary, as often as ``overhead`` allows (the
+            first after four iterations or ten seconds) or as ``every`` asks. "auto": the same, and a job that changes
+            (layers added, parameters unfrozen, another batch size, optimizer or autocast) gets a new plan. Or a plan
+            file, or a Plan, made for this job (``checkflow plan``).
         state: further objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, scalers).
         overhead: the share of training's own time that checkpoints may cost (0.035 is 3.5 %): waits and slowdown, but
-            not planning. It bounds the plan that a job makes, and then the job itself: the cost is measured, and
-            checkpoints become rarer or more frequent with it.
+            not planning. It bounds the waits in the plan that a job makes, and then the job itself: the cost is
+            measured, and checkpoints become rarer or more frequent with it.
         extra_memory: what snapshots may add to training's peak, in bytes or as text ("2GB"), under a plan that the job
             makes; None: what the device has.
         every: how often, whatever it costs. An integer: iterations between durable checkpoints, a multiple of the

@@ -37,6 +37,7 @@ from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.format import codec, layout, manifest
 from checkflow.runtime.format.layout import TensorRecord, make_layout
+from checkflow.runtime.ranks.identity import find_identity
 from checkflow.runtime.shards import save_shard
 from checkflow.runtime.snapshot.chunk_map import planned_records
 from checkflow.runtime.state.meshes import placements
@@ -263,7 +264,7 @@ def test_distributed_tensors(tmp_path: Path, plan: Plan) -> None:
         mesh = DeviceMesh("cpu", [0])
         model = with_buffer(DTensor.from_local(torch.zeros(2), mesh))
         optimizer = sgd(model.parameters())
-        assert_refused(lambda: trace(step_of(model, optimizer), name="n"), UnsupportedError, "model/odd is a DTensor")
+        # The planner knows them: tests/planner/trace/test_several_ranks.py.
         assert_refused(
             lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, "DTensor"
         )
@@ -668,6 +669,10 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "twice": (iterates_twice, "iterated twice"),
     "at once": (nested_iterations, "cannot go on"),
     "ranks": (several_ranks, "torch.distributed has 4 ranks"),
+    "ranks without a group": (
+        lambda _, __: find_identity({"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "4"}),
+        "torchrun has started 4 ranks",
+    ),
     "seeds of ranks": (lambda _, __: next(iter(DataLoader([0, 1], rank=0, world_size=2))), "pass seed="),
     "used": (goes_on_without_skipping, "batch 0 of epoch 3 was used before"),
     "untold": (cannot_tell_what_was_used, "a Untold does not say"),

@@ -29,7 +29,7 @@ from checkflow.runtime.transfer.cudart import (
     PAGEABLE_ACCESS,
     REGISTRATION,
     Copies,
-    Runtime,
+    CudaRuntime,
     load_runtime,
 )
 from checkflow.runtime.transfer.engine import Transfer
@@ -60,7 +60,7 @@ def what_it_allows(device: torch.device) -> Row:
 
 
 @contextlib.contextmanager
-def host_memory(kind: str, size_bytes: int, runtime: Runtime, index: int) -> Iterator[torch.Tensor]:
+def host_memory(kind: str, size_bytes: int, runtime: CudaRuntime, index: int) -> Iterator[torch.Tensor]:
     """Memory as staging buffers are, near a GPU: uint8, zeros.
 
     Args:
@@ -122,7 +122,13 @@ def try_host_memory(kind: str, device: torch.device) -> Row:
 
 
 def arrives(
-    runtime: Runtime, there: torch.Tensor, here: torch.Tensor, stream: torch.cuda.Stream, pieces: int, *, locked: bool
+    runtime: CudaRuntime,
+    there: torch.Tensor,
+    here: torch.Tensor,
+    stream: torch.cuda.Stream,
+    pieces: int,
+    *,
+    locked: bool,
 ) -> bool:
     """Whether what is copied in so many pieces, from one byte to thousands, is what arrives."""
     here.zero_()
@@ -131,7 +137,7 @@ def arrives(
         Transfer(there.data_ptr() + begin, here.data_ptr() + begin, end - begin)
         for begin, end in itertools.pairwise(edges)
     ]
-    runtime.copy(Copies(transfers, at_once=locked, batched=locked), stream.cuda_stream, beside=True)
+    runtime.copy(Copies(transfers, asynchronous=locked, batched=locked), stream.cuda_stream, beside=True)
     stream.synchronize()
     return torch.equal(here, there.cpu())
 

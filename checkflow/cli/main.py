@@ -148,6 +148,9 @@ def plan(
     time_limit: options.TimeLimit = 60.0,
     max_interval: options.MaxInterval = None,
     overhead: options.Overhead = 0.035,
+    ranks: options.RanksOption = None,
+    mesh: options.Mesh = None,
+    parallel: options.ParallelOption = None,
     file: options.Output = None,
     as_json: options.Json = False,
 ) -> int:
@@ -172,8 +175,9 @@ def plan(
         max_interval=max_interval,
         overhead=overhead,
     )
-    planner = planning.planner_for(device)
-    planned = planner(planning.subject_of(model, batch_size, settings, optimizer), chosen, request, granularity)
+    subject = planning.subject_of(model, batch_size, settings, optimizer)
+    planner = planning.planner_for(device, planning.ranks_of(ranks, mesh, parallel))
+    planned = planner(subject, chosen, request, granularity)
     made = planned.outcome.plan
     if made is not None and file is not None:
         plans.save(made, file)
@@ -189,7 +193,8 @@ def plan(
             complain(f"{file} was not written; what it holds was there before")
         return INFEASIBLE
     if not as_json:
-        print_line(f"plan written to {file}" if file is not None else "-o FILE writes the plan that a job runs by")
+        by = "that a job runs by" if ranks is None else "for a look at it: jobs of several ranks run by none yet"
+        print_line(f"plan written to {file}" if file is not None else f"-o FILE writes the plan {by}")
     return FOUND
 
 

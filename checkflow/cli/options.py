@@ -47,6 +47,11 @@ class GranularityName(enum.StrEnum):
     OPERATOR = "operator"
 
 
+class ParallelName(enum.StrEnum):
+    DDP = "ddp"
+    FSDP = "fsdp"
+
+
 class SolverName(enum.StrEnum):
     AUTO = "auto"
     GUROBI = "gurobi"
@@ -174,6 +179,17 @@ def read_settings(pairs: Sequence[str]) -> dict[str, str]:
     return settings
 
 
+def read_mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """Parse "replicate=8,shard=8"; typer.BadParameter for anything else."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.strip().partition("=")
+        if not equals or not size.isdecimal() or int(size) < 1 or name in found:
+            raise typer.BadParameter(f"a mesh is written like replicate=8,shard=8, not {text!r}")
+        found[name] = int(size)
+    return tuple(found.items())
+
+
 def choose_device(text: str) -> Device:
     """Return a device of the catalogue by its name, or of a .json file; "auto" is neither.
 
@@ -272,6 +288,17 @@ Overhead = Annotated[
         show_default="0.035",
         help="the share of training's time that stalls may take: 0.035, or 3.5%",
     ),
+]
+RanksOption = Annotated[
+    int | None, typer.Option("--ranks", metavar="N", min=2, help="plan one of N ranks, on a cluster of this device")
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option("--mesh", metavar="MESH", help="how --parallel lays the ranks out, such as replicate=8,shard=8"),
+]
+ParallelOption = Annotated[
+    ParallelName | None,
+    typer.Option("--parallel", help="wrap the model so; without it, the file wraps its model itself"),
 ]
 Output = Annotated[
     Path | None,

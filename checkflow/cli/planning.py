@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from checkflow.cli import options, probe
 from checkflow.cli.console import working
+from checkflow.core.errors import CheckflowError
 
 if TYPE_CHECKING:
-    from checkflow.cli.options import GranularityName, Optimizer
+    from checkflow.cli.options import GranularityName, Optimizer, ParallelName
     from checkflow.core.device import Device
+    from checkflow.planner.model_file.several_ranks import Ranks
     from checkflow.planner.pipeline import Planned, Subject
     from checkflow.planner.schedule.scheduler import PlanRequest
 
@@ -52,14 +57,37 @@ def request_of(
     )
 
 
-def plan_of(subject: Subject, device: Device, request: PlanRequest, granularity: GranularityName) -> Planned:
+def ranks_of(count: int | None, mesh: str | None, parallel: ParallelName | None) -> Ranks | None:
+    """Return what options say of several ranks; typer.BadParameter if they do not fit together."""
+    from checkflow.planner.model_file.several_ranks import Ranks
+
+    if count is None:
+        if mesh is not None or parallel is not None:
+            raise typer.BadParameter("--mesh and --parallel lay out several ranks: give their number with --ranks")
+        return None
+    layout = () if mesh is None else options.read_mesh(mesh)
+    try:
+        return Ranks(count, layout, None if parallel is None else parallel.value)
+    except CheckflowError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def plan_of(
+    subject: Subject, device: Device, request: PlanRequest, granularity: GranularityName, ranks: Ranks | None = None
+) -> Planned:
     """Trace and plan, for a device that need not exist here."""
     from checkflow.planner.pipeline import plan_model
 
     with working(f"planning {subject.target} for {device.name}"):
-        return plan_model(subject, device, request, granularity.value)
+        return plan_model(subject, device, request, granularity.value, ranks)
 
 
-def planner_for(device: str) -> Callable[[Subject, Device, PlanRequest, GranularityName], Planned]:
+def planner_for(
+    device: str, ranks: Ranks | None = None
+) -> Callable[[Subject, Device, PlanRequest, GranularityName], Planned]:
     """Return :func:`plan_of`, or for "auto" a function that also runs and measures the step here."""
-    return probe.plan_measured if device == options.AUTO else plan_of
+    if device != options.AUTO:
+        return functools.partial(plan_of, ranks=ranks)
+    if ranks is not None:
+        raise typer.BadParameter("--ranks plans a cluster by its catalogue, which --device auto does not measure")
+    return probe.plan_measured

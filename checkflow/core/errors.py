@@ -79,7 +79,7 @@ class ConsistencyError(CheckflowError):
 
 
 class Preempted(SystemExit):
-    """A signal asked the job to end: training ends here, and its state is saved.
+    """A signal asked the job to end: training ends here. Its state is saved if time and storage allow; the log says so.
 
     It is a SystemExit, so a script without any code for it unwinds (``with`` blocks and ``finally`` clauses run, what
     follows the loop does not) and exits with 75: EX_TEMPFAIL of sysexits.h, "try again later".

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -38,6 +39,18 @@ class _FirstFault:
 Many = Annotated[tuple[T, ...], _FirstFault()]
 Named = Annotated[dict[K, T], _FirstFault()]
 
+CollectiveKind = Literal[
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "receive",
+]
 StorageKind = Literal["parameter", "buffer", "optimizer", "input", "activation", "gradient"]
 
 
@@ -95,6 +108,16 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """What an operator moves between the ranks of a group, as one of them sees it."""
+
+    kind: CollectiveKind
+    size_bytes: int  # of the whole: all that is gathered, reduced, scattered or sent
+    ranks: int  # of the group
+    stride: int  # the largest distance from a rank of the group to the next: says how many nodes it spans
+
+
+@dataclass(frozen=True, slots=True)
 class Operator:
     """One node of the traced graph that computes (views and metadata are no operators)."""
 
@@ -113,6 +136,7 @@ class Operator:
     winograd: bool = False  # a convolution that Winograd's algorithm fits
     relaid_bytes: int = 0  # a convolution's tensors that matrix units take in another layout
     transient_bytes: int = 0  # device memory that it frees itself, such as workspaces; unknown to a trace
+    collective: Collective | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +171,17 @@ class StateEntry:
     # Where the runtime must assume a write, seen or not: the first forward of the buffer's module, or of the compiled
     # region around it; the boundary if a compiled optimizer's step cannot be seen.
     barrier: AnchorKey | None = None
+    # Of several ranks. A tensor on ranks / replicas different ranks is sharded; with 1 and 1 it is the rank's own.
+    whole_shape: tuple[int, ...] | None = None  # None: as ``shape``, which is the part of this rank
+    ranks: int = 1  # that hold all of it together
+    replicas: int = 1  # of them, how many hold what this one holds
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the tensor that these ranks hold together."""
+        if self.whole_shape is None or not self.size_bytes:
+            return self.size_bytes
+        return self.size_bytes // math.prod(self.shape) * math.prod(self.whole_shape)
 
 
 @dataclass(frozen=True)

@@ -283,8 +283,8 @@ def _validate_fingerprint(fingerprint: Fingerprint) -> None:
             )
     if fingerprint.micro_batches < 1:
         raise PlanError(f"the plan is for {fingerprint.micro_batches} micro-batches an iteration")
-    if fingerprint.ranks != 1:
-        raise PlanError(f"the plan is for {fingerprint.ranks} ranks; plans are for one process")
+    if fingerprint.ranks < 1:
+        raise PlanError(f"the plan is for {fingerprint.ranks} ranks")
 
 
 def _validate_numbers(plan: Plan) -> None:
@@ -438,6 +438,8 @@ def describe_mismatch(
         state: name to (shape, dtype) of every live state tensor.
         optimizers: name to implementation, as in ``Fingerprint.optimizers``.
     """
+    if plan.fingerprint.ranks != 1:
+        return [f"ranks: one process in the job, {plan.fingerprint.ranks} ranks in the plan"]
     planned = {spec.name: (spec.shape, spec.dtype) for spec in plan.fingerprint.state}
     lines: list[str] = []
     for name in planned.keys() | state.keys():

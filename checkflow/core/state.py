@@ -192,10 +192,10 @@ def is_composite(tensor: torch.Tensor) -> bool:
 def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the dense tensors whose memory holds a tensor's values, each with its name's suffix."""
     if is_distributed(tensor):
-        yield "", tensor._local_tensor  # type: ignore[attr-defined]
+        yield from dense_parts(tensor._local_tensor)  # type: ignore[attr-defined]
     elif is_traceable_wrapper_subclass(tensor):  # jagged tensors, too
-        for attribute in tensor.__tensor_flatten__()[0]:
-            for suffix, part in dense_parts(getattr(tensor, attribute)):
+        for attribute, inner in inner_tensors(tensor).items():
+            for suffix, part in dense_parts(inner):
                 yield f".{attribute}{suffix}", part
     elif tensor.layout in _SPARSE_PARTS:
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # reading must not be recorded
@@ -203,6 +203,13 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f".{name.removeprefix('_')}", part) for name, part in parts)
     else:
         yield "", tensor
+
+
+def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors inside a subclass, by attribute; it may name other attributes too, as DTensor its mesh."""
+    wrapper: Any = tensor
+    named = {name: getattr(tensor, name) for name in wrapper.__tensor_flatten__()[0]}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
 def with_shapes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -341,10 +348,12 @@ def _in_parts(item: StateTensor, *, of_a_rank: bool) -> Iterator[StateTensor]:
         raise UnsupportedError(
             f"state tensor {item.name} has no shape yet: run the model once on a batch first, as lazy modules need"
         )
-    if not of_a_rank and is_distributed(tensor):
-        raise UnsupportedError(
-            f"state tensor {item.name} is a DTensor: this version checkpoints the whole tensors of one process"
-        )
+    if is_distributed(tensor):
+        if not of_a_rank:
+            raise UnsupportedError(
+                f"state tensor {item.name} is a DTensor: this version checkpoints the whole tensors of one process"
+            )
+        _refuse_partial(item)
     if tensor.is_nested and not is_traceable_wrapper_subclass(tensor):
         raise UnsupportedError(
             f"state tensor {item.name} is a nested tensor of strided layout: make it with layout=torch.jagged"
@@ -361,6 +370,16 @@ def _in_parts(item: StateTensor, *, of_a_rank: bool) -> Iterator[StateTensor]:
     for suffix, part in dense_parts(tensor):
         _refuse_memory(item.name + suffix, part)
         yield replace(item, name=item.name + suffix, tensor=part, whole=tensor)
+
+
+def _refuse_partial(item: StateTensor) -> None:
+    whole: Any = item.tensor
+    for placement in whole.placements:
+        if placement.is_partial():
+            raise UnsupportedError(
+                f"state tensor {item.name} is a DTensor with {placement!r}: its value is a sum over ranks: "
+                "redistribute it"
+            )
 
 
 def _refuse_memory(name: str, tensor: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from checkflow.core.units import MOST_BYTES, format_time
 from checkflow.planner.schedule.compare import Comparison, compare_plan
 from checkflow.planner.schedule.replay import simulate as replay_of
 from checkflow.planner.schedule.replay import snapshot_stall_seconds
-from checkflow.runtime.interval.policy import Costs, choose, in_iterations, join, least_waste
+from checkflow.runtime.interval.algorithm import Costs, choose, in_iterations, join, least_waste
 from checkflow.simulate.simulation import Way
 
 LEAST_ITERATION_SECONDS = 1e-9

@@ -15,11 +15,12 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from checkflow.core.errors import TraceError
-from checkflow.core.graph import AnchorKey, Operator, StateEntry, StateKind, StorageKind, TrainingGraph
+from checkflow.core.graph import AnchorKey, Collective, Operator, StateEntry, StateKind, StorageKind, TrainingGraph
 from checkflow.core.state import StateTensor, TrainingState, collect_state, dense_parts, dtype_name, with_shapes
 from checkflow.planner.iteration.hooks import Whereabouts
 from checkflow.planner.iteration.lifetimes import StorageLedger
 from checkflow.planner.iteration.placement import Crossing
+from checkflow.planner.iteration.spread import OWN, Spread, spreads
 from checkflow.planner.iteration.structures import tensors_of
 from checkflow.planner.operators import operators as op
 
@@ -47,13 +48,20 @@ class _Known:
     dtype: str
     size_bytes: int
     storage: int | None  # None: in host memory
+    spread: Spread
 
     @classmethod
-    def of(cls, item: StateTensor, storage: int | None) -> _Known:
+    def of(cls, item: StateTensor, storage: int | None, spread: Spread) -> _Known:
         tensor = item.tensor
-        size_bytes = tensor.numel() * tensor.element_size()
         return cls(
-            item.name, item.kind, item.module, tuple(tensor.shape), dtype_name(tensor.dtype), size_bytes, storage
+            name=item.name,
+            kind=item.kind,
+            module=item.module,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            size_bytes=tensor.numel() * tensor.element_size(),
+            storage=storage,
+            spread=spread,
         )
 
     @property
@@ -101,7 +109,7 @@ class WatchedIteration:
             held: a structure with what the loop still holds of the last iteration.
             captured: further tensors that the iteration may reach.
         """
-        before = collect_state(self._models, self._optimizers)
+        before = collect_state(self._models, self._optimizers, of_a_rank=True)
         parameters = [item for item in before.tensors if item.kind == "parameter"]
         entered: list[tuple[str, torch.Tensor | None, StorageKind]] = [
             *((item.name, item.tensor, item.kind) for item in before.tensors),
@@ -115,7 +123,10 @@ class WatchedIteration:
         found = [(name, tensor, kind) for name, tensor, kind in entered if tensor is not None]
         for name, tensor, kind in found:
             self.enter(tensor, name, kind)
-        self._before = tuple(_Known.of(item, self._index(item.tensor)) for item in before.tensors)
+        spread = spreads(before.tensors, self._models, self._optimizers)
+        self._before = tuple(
+            _Known.of(item, self._index(item.tensor), spread.get(item.name, OWN)) for item in before.tensors
+        )
         self._ties = before.ties
         # Each once, even if it consists of several state tensors.
         self._parameters = sum(whole.numel() for whole in {id(item.held): item.held for item in parameters}.values())
@@ -123,7 +134,9 @@ class WatchedIteration:
 
     def state(self) -> list[tuple[str, torch.Tensor]]:
         """Return the current state tensors by name."""
-        return [(item.name, item.tensor) for item in collect_state(self._models, self._optimizers).tensors]
+        return [
+            (item.name, item.tensor) for item in collect_state(self._models, self._optimizers, of_a_rank=True).tensors
+        ]
 
     def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
         """Enter what lives at the boundary, unless it lies in host memory."""
@@ -132,7 +145,14 @@ class WatchedIteration:
                 self.ledger.enter(part, name, kind, -1)
 
     def append(
-        self, name: str, target: str, effect: op.Effects, flops: int, crossing: Crossing, transient_bytes: int = 0
+        self,
+        name: str,
+        target: str,
+        effect: op.Effects,
+        flops: int,
+        crossing: Crossing,
+        transient_bytes: int = 0,
+        collective: Collective | None = None,
     ) -> None:
         index = len(self.operators)
         # A storage first seen when it is read lived at the boundary: a value that the user keeps.
@@ -166,6 +186,7 @@ class WatchedIteration:
                 winograd=effect.winograd,
                 relaid_bytes=effect.relaid_bytes,
                 transient_bytes=transient_bytes,
+                collective=collective,
             )
         )
 
@@ -177,7 +198,7 @@ class WatchedIteration:
     def end(self) -> None:
         """Close the iteration at the next boundary: what lives now goes on living."""
         self.ledger.close()
-        self._after = collect_state(self._models, self._optimizers)
+        self._after = collect_state(self._models, self._optimizers, of_a_rank=True)
         for item in self._after.tensors:  # one that replaced another is state from now on
             self.ledger.rename(item.tensor, item.name, item.kind)
 
@@ -255,6 +276,9 @@ class WatchedIteration:
             storage=None if index is None else places[index],
             first_write=None if index is None else self._first_write(index, after),
             barrier=barrier if index is not None and barrier in fired else None,
+            whole_shape=item.spread.whole_shape,
+            ranks=item.spread.ranks,
+            replicas=item.spread.replicas,
         )
 
     def _first_write(self, index: int, after: torch.Tensor) -> int | None:

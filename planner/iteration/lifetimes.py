@@ -1,4 +1,4 @@
-"""When each storage of one iteration lives, counted in operators. Views and ties share a storage.
+"""When each storage of one iteration lives, counted in operators. Views and ties share a storage; a resize parts lives.
 
 Frees are observed, not derived: each storage reports when its last reference goes (as in
 torch.distributed._tools.mem_tracker).
@@ -6,10 +6,12 @@ torch.distributed._tools.mem_tracker).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -27,6 +29,7 @@ class _Record:
     last_use: int
     freed: int | None = None  # last operator of its life; None while it lives
     first_write: int | None = None
+    empty: bool = False  # between two lives of one storage
 
 
 class StorageLedger:
@@ -55,8 +58,36 @@ class StorageLedger:
         index = len(self._records)
         self._records.append(_Record(name, kind, int(storage.nbytes()), created, created))
         self._by_address[address] = index
-        self._watches[index] = weakref.ref(storage, lambda _: self._free(index, address))
+        self._watches[address] = weakref.ref(storage, lambda _: self._free(address))
         return index
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """End the life of a known storage that was resized, and begin another: FSDP2 frees whole parameters so."""
+        address = storage._cdata
+        known = self._by_address.get(address)
+        if self._closed or known is None or storage.nbytes() == self._records[known].size_bytes:
+            return
+        old = self._records[known]
+        self._free(address)
+        index = self.enter_storage(storage, old.name, old.kind, self._operators())
+        self._records[index].empty = not storage.nbytes()
+
+    @contextlib.contextmanager
+    def watching_sizes(self) -> Iterator[None]:
+        """Notice every ``storage.resize_``."""
+        original = torch.UntypedStorage.resize_
+
+        @functools.wraps(original)
+        def resized(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            self.resize(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def enter_unseen(self, name: str, size_bytes: int) -> None:
         """Enter memory that lasts all iteration and belongs to no known tensor; none unless positive."""
@@ -102,15 +133,14 @@ class StorageLedger:
             kept = record.created == -1 and record.kind != "input"
             lasting = record.freed is None and (kept or record.kind in _STATE)
             graph_end = end if lasting else record.last_use
-            if eager_end >= record.created:
+            if eager_end >= record.created and not record.empty:
                 places[index] = len(storages)
                 size, created = record.size_bytes, record.created
                 storages.append(GraphStorage(record.name, record.kind, size, created, graph_end, eager_end))
         return tuple(storages), places
 
-    def _free(self, index: int, address: int) -> None:
+    def _free(self, address: int) -> None:
         if self._closed:
             return
-        self._records[index].freed = self._operators() - 1
-        del self._by_address[address]
-        del self._watches[index]
+        self._records[self._by_address.pop(address)].freed = self._operators() - 1
+        del self._watches[address]

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from checkflow.core.state import dtype_name
+from checkflow.planner.operators import collectives
 from checkflow.planner.operators.attention import ATTENTION_FLOPS
 from checkflow.planner.operators.convolutions import CONVOLUTION_FLOPS, CONVOLUTIONS, has_fast_algorithm, relaid_bytes
 from checkflow.planner.operators.sparse import is_sparse, parts
@@ -33,6 +34,7 @@ HIDDEN_WRITES: Mapping[str, tuple[tuple[str, ...], str | None]] = {
     "aten::batch_norm_update_stats": (("running_mean", "running_var"), None),
     "aten::batch_norm_gather_stats": (("running_mean", "running_var"), None),
     "aten::batch_norm_gather_stats_with_counts": (("running_mean", "running_var"), None),
+    **{name: (arguments, None) for name, arguments in collectives.WRITTEN.items()},
 }
 
 
@@ -91,6 +93,7 @@ class _Signature:
     metadata_only: bool
     reads_data: bool  # returns a number that depends on data, such as item()
     rows_only: bool  # may touch only some rows of its first argument
+    sends: bool  # to other ranks
     flops: Callable[..., Any] | None  # a formula: torch's, or our own
 
     def hidden_in(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -107,6 +110,8 @@ def _signature(func: OpOverload) -> _Signature:
     if schema.name in OVERWRITES:
         overwritten |= written
     hidden, condition = HIDDEN_WRITES.get(schema.name, ((), None))
+    if schema.name in collectives.WRITTEN and schema.name not in collectives.READ_TOO:
+        overwritten |= set(hidden)
     return _Signature(
         schema.name,
         tuple(a.name for a in schema.arguments),
@@ -117,6 +122,7 @@ def _signature(func: OpOverload) -> _Signature:
         torch.Tag.inplace_view in func.tags,
         torch.Tag.data_dependent_output in func.tags,
         schema.name in BAGS | LOOKUPS | SCATTERS or schema.name == "aten::add_",
+        collectives.is_collective(func),
         FLOPS.get(packet) or flop_registry.get(packet),
     )
 
@@ -143,6 +149,8 @@ def compare_constants(args: Sequence[Any]) -> bool:
 def is_view(func: OpOverload) -> bool:
     """Whether an operator returns only views of its arguments and leaves them unchanged."""
     returns = func._schema.returns
+    if func._schema.name in HIDDEN_WRITES:
+        return False
     only_views = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     # A composite operator (``to``, ``reshape``) may be a view by its schema and still copy.
     return only_views and not func._schema.is_mutable and not is_composite(func)
@@ -222,9 +230,11 @@ def effects(
     outputs = tuple([tensor for tensor in tensors_of(result) if not on_host(tensor)])
     known = {tensor.untyped_storage()._cdata for tensor in inputs}
     fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
-    mutates = bool(writes) and not signature.metadata_only
+    mutates = (bool(writes) and not signature.metadata_only) or signature.sends
     computes = mutates or (bool(fresh) and signature.name not in ALLOCATIONS) or (signature.reads_data and bool(reads))
     writes.extend((tensor, touched_bytes(tensor)) for tensor in fresh)
+    if signature.name == collectives.COPY_IN:  # it writes this rank's part, and reads as much
+        writes[:] = [(tensor, min(size, sum(part for _, part in reads))) for tensor, size in writes]
     if signature.rows_only:
         added = signature.name == "aten::add_" and any(is_sparse(value) for _, value in bound)
         _restrict_to_rows(signature.name, reads, writes, inputs, scatters=added or signature.name in SCATTERS)

@@ -1,6 +1,7 @@
 """Times operators on a GPU by events around each, while the host calls them one by one.
 
-On an idle device that is the launch, which is measured and subtracted: docs/explanation/tracing.md ("the record").
+If the device was idle, that includes the operator's launch, which is measured separately and subtracted:
+docs/explanation/tracing.md ("the record").
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from checkflow.planner.iteration.hooks import deeper
 from checkflow.planner.iteration.iteration import CAPTURED, WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING, Crossing, crossing
 from checkflow.planner.operators import operators as op
+from checkflow.planner.operators.collectives import collective
 from checkflow.planner.record.allocator import Transients, allocated
 from checkflow.planner.record.carried import CarriedWatch
 from checkflow.planner.record.compiled_regions import LiveRegions, Spans
@@ -84,6 +85,7 @@ class IterationRecorder:
         del entered, storages, alive  # else they keep alive what the iteration drops
         self._hooks.enter_context(deeper(2))
         self._hooks.enter_context(self._iteration.where.watching())
+        self._hooks.enter_context(self._iteration.ledger.watching_sizes())
         self._regions.start()
         self._mode.enter()
 
@@ -277,7 +279,8 @@ class _LiveMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if effect.computes or crossed.to_host_bytes:
             self._clock.keep()
             flops = op.flops(func, args, keywords, result)
-            self._iteration.append(name, op.target_name(func), effect, flops, crossed, transient_bytes)
+            moved = collective(func, args, keywords, result)
+            self._iteration.append(name, op.target_name(func), effect, flops, crossed, transient_bytes, moved)
             if self.carried is not None and effect.writes:
                 self.carried.note(effect)
         else:

@@ -23,13 +23,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from checkflow.core.errors import TraceError
-from checkflow.core.state import is_composite
+from checkflow.core.state import inner_tensors, is_composite
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.placement import CAPTURED, COPIED, HostMemory
 from checkflow.planner.iteration.read_numbers import ARRAYS, NUMBER_METHODS, RECORD, ReadNumbers, format_number
 from checkflow.planner.iteration.structures import with_tensors
 from checkflow.planner.trace.lazy_modules import without_shape
 from checkflow.planner.trace.packed_sequences import replacement
+from checkflow.planner.trace.sharded_modules import on_parts, replace_sharded
 from checkflow.planner.trace.user_state import UserState
 
 CPU = torch.device("cpu")
@@ -152,7 +153,7 @@ class StandIns(TorchFunctionMode):
             return tensor.fake_mode is self.mode
         if not is_traceable_wrapper_subclass(tensor):
             return False
-        return all(self._is_stand_in(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return all(self._is_stand_in(part) for part in inner_tensors(tensor).values())
 
     def replace(self, value: Any) -> Any:
         """Return a structure (lists, tuples, dictionaries, dataclasses, …) with the stand-ins of its tensors."""
@@ -183,7 +184,8 @@ class StandIns(TorchFunctionMode):
         """Return a fake tensor for a tensor's values; if it consists of others, fakes for those."""
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            parts = {name: self.of(getattr(tensor, name)) for name in names}
+            parts = {name: getattr(tensor, name) for name in names}
+            parts |= {name: self.of(part) for name, part in inner_tensors(tensor).items()}
             whole: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
             return whole
         if tensor.layout is torch.sparse_coo:
@@ -254,6 +256,7 @@ class StandIns(TorchFunctionMode):
         if func is torch.Tensor.__format__:
             return format_number(arguments[0], arguments[1])
         given = {key: self._argument(value, key == "device") for key, value in keywords.items()}
+        arguments = on_parts(func, arguments) or arguments
         function = replacement(func, tuple(arguments), self._lengths) or func
         read = self.numbers.count
         result = function(*arguments, **given)
@@ -308,6 +311,7 @@ def stand_in(step: TrainingStep, stand_ins: StandIns) -> Iterator[UserState]:
                     _replace_in_module(held, stand_ins)
                 elif isinstance(held, torch.optim.Optimizer):
                     _replace_in_optimizer(held, stand_ins)
+            replace_sharded(user_state.modules, stand_ins.of)
             yield user_state
     finally:
         before.restore()

@@ -17,6 +17,7 @@ from checkflow.planner.iteration.placement import NO_CROSSING, HostMemory
 from checkflow.planner.iteration.read_numbers import ReadNumbers
 from checkflow.planner.operators import operators as op
 from checkflow.planner.operators import sparse
+from checkflow.planner.operators.collectives import collective, waits_only
 from checkflow.planner.trace.real_dispatch import size_as_real
 
 # Calls that reach a dispatch mode but are not the model's operators.
@@ -73,7 +74,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Enter what the first run made and something still holds, such as a module's attribute."""
         for reference in self._left.values():
             storage = reference()
-            if storage is not None and not self._host.holds_storage(storage):
+            if storage is not None and storage.nbytes() and not self._host.holds_storage(storage):
                 self._iteration.ledger.enter_storage(storage, "kept", "activation", -1)
         self._left.clear()
 
@@ -140,6 +141,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._tracer is not None:
                 self._tracer.create_node("call_function", func, (), {})
             return sparse.Call(func, func, args, self._numbers.read(func, args))
+        if waits_only(func):
+            return sparse.Call(func, func, args, args[0])
         call = sparse.run(func, args, keywords)
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._numbers.know(args[1], 0.0)  # no gradient is infinite: the optimizer steps
@@ -149,6 +152,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in op.tensors_in(result):
             if not op.is_host_scalar(tensor):
                 storage = tensor.untyped_storage()
+                self._left.pop(storage._cdata, None)  # so that the order is that of the newest, not of addresses
                 self._left[storage._cdata] = weakref.ref(storage)
 
     def _record(self, node: str, func: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
@@ -158,7 +162,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._iteration.where.note_forward()
         if effect.computes or crossing.to_host_bytes:
-            self._iteration.append(node, op.target_name(func), effect, op.flops(func, args, keywords, result), crossing)
+            flops, moved = op.flops(func, args, keywords, result), collective(func, args, keywords, result)
+            self._iteration.append(node, op.target_name(func), effect, flops, crossing, collective=moved)
         else:
             self._iteration.allocate(effect, node)
 

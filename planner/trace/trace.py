@@ -50,6 +50,7 @@ from checkflow.planner.trace.fake_state import CPU, StandIns, stand_in
 from checkflow.planner.trace.op_recorder import OperatorRecorder, TakesFunctionsError
 from checkflow.planner.trace.packed_sequences import lengths_faked
 from checkflow.planner.trace.real_dispatch import autocast_cache
+from checkflow.planner.trace.reducers import Reducers
 from checkflow.planner.trace.torch_patches import torch_patched
 from checkflow.planner.trace.user_state import UserState
 
@@ -78,7 +79,7 @@ def trace(
     refuse_closures(step.optimizers)
     refuse_hidden_state(step.optimizers)
     if not _has_lazy_state(step):  # the first iteration gives it its shape
-        collect_state(step.models, step.optimizers)  # refuse state before replacing any
+        collect_state(step.models, step.optimizers, of_a_rank=True)  # refuse state before replacing any
     implementations = tuple(
         (key, optimizer_implementation(optimizer, target)) for key, optimizer in step.optimizers.items()
     )
@@ -141,6 +142,7 @@ class _Tracing:
     ) -> None:
         self._step, self._name, self._stand_ins, self._steps = step, name, stand_ins, steps
         self._user_state = user_state
+        self._reducers = Reducers(user_state.modules)
         self._batch = stand_ins.replace(step.batch)
         self._iteration = WatchedIteration(
             step.models, step.optimizers, stand_ins.host, on_step=self._record_opaque_step
@@ -152,8 +154,10 @@ class _Tracing:
         recorder, watched, numbers = self._recorder, self._iteration, self._stand_ins.numbers
         try:
             # A training loop holds what its last iteration returned until the next one returns.
-            with watched.where.watching_threads(), recorder:
+            with watched.where.watching_threads(), self._reducers.watching(), recorder:
                 previous = self._step.run(self._batch)
+            with recorder:
+                self._reducers.conclude()
             self._stand_ins.forget_pending_symbols()
             self._stand_ins.host.conclude()
             for optimizer in self._step.optimizers.values():
@@ -173,7 +177,13 @@ class _Tracing:
                             watched.begin(self._batch, previous, self._stand_ins.all(self._step.models.values()))
                         )
                         recorder.enter_left_behind()
-                    with watched.where.watching(), recorder, autocast_cache(caching):
+                    with (
+                        watched.ledger.watching_sizes(),
+                        watched.where.watching(),
+                        self._reducers.watching(),
+                        recorder,
+                        autocast_cache(caching),
+                    ):
                         previous = self._step.run(self._batch)
                     watched.end()
 
@@ -181,7 +191,7 @@ class _Tracing:
             recorder.end()
 
             def again() -> None:
-                with recorder:
+                with self._reducers.watching(), recorder:
                     self._step.run(self._batch)
 
             numbers.try_others(again, steady.restore)

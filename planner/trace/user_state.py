@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from checkflow.core.training_step import TrainingStep
+from checkflow.planner.trace.sharded_modules import sharding_objects
 
 _CONTAINERS = (dict, list, set, collections.deque)
 _MANY = 1000  # a longer list is data: restored, but not searched
@@ -33,11 +34,16 @@ class UserState:
         for value in (*step.models.values(), *step.optimizers.values()):
             self._visit(value)
         self._visit_function(step.function)
+        self._objects.update((id(held), held) for held in list(sharding_objects(self.modules)))
 
     @property
     def objects(self) -> list[Any]:
         """Modules, optimizers, their groups, and other objects of the user's."""
         return list(self._objects.values())
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [value for value in self._objects.values() if isinstance(value, nn.Module)]
 
     def remember(self) -> SavedValues:
         return SavedValues(self.objects, list(self._containers.values()), self._variables)

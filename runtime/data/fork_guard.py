@@ -1,4 +1,4 @@
-"""Delete when requires-python is at least 3.11.10. Loader workers come through their fork, whatever threads do.
+"""Starts loader workers by fork, and forks anew any that hangs at its start. Delete when requires-python >= 3.11.10.
 
 Before 3.11.10 a forked child may wait for ever for a lock that another thread held at the fork, before it has run a
 line of Python (python/cpython#112275). Such a child has touched nothing: it is ended and forked anew. A slow child may

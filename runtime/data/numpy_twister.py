@@ -1,8 +1,9 @@
-"""Delete when NumPy gives and sets its generator's state, normal numbers included, in 10 µs: it takes 70 more a batch.
+"""Reads and sets the state of NumPy's global generator, fast: NumPy's own calls take 70 µs more a batch.
 
-The state is copied as the bytes that it is: the twister by the address that NumPy gives for it
-(``BitGenerator.ctypes``), and whether a second normal number is held by comparing what lies in the generator's object.
-Both are tried at import; where they do not lie so, states are asked for and set as usual.
+Delete when NumPy does both in 10 µs, normal numbers included. The state is copied as the bytes that it is: the twister
+by the address that NumPy gives for it (``BitGenerator.ctypes``), and whether a second normal number is held by
+comparing what lies in the generator's object. Both are tried at import; where they do not lie so, states are asked for
+and set as usual.
 """
 
 from __future__ import annotations

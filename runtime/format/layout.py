@@ -19,6 +19,7 @@ from checkflow.core.errors import UnsupportedError
 
 PAGE_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+# Of a model, an optimizer or a run: it becomes part of a file's name. In a tensor's name, what precedes the first "/".
 OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _METADATA = "__metadata__"
 

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import Field, JsonValue, StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from checkflow.core.boxes import Box, coverage_fault, lies_in
+from checkflow.core.boxes import Box, coverage_fault
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, UnsupportedError, first_fault
 from checkflow.core.graph import STRICT, Many, Named
 from checkflow.core.small_files import MOST_MEMBERS, check_density, check_fields, check_members
@@ -127,6 +127,7 @@ def dumps(manifest: Manifest) -> bytes:
 
 
 def is_whole(data: bytes) -> bool:
+    """Whether a manifest's bytes end in the digest of what precedes it: all was written, and nothing changed."""
     found = _DIGEST.fullmatch(data[-_DIGEST_BYTES:])
     return found is not None and found[1].decode() == xxhash.xxh3_128_hexdigest(data[:-_DIGEST_BYTES])
 
@@ -274,11 +275,13 @@ def tensor_problem(tensor: TensorEntry, files: Mapping[str, FileEntry]) -> str |
             return f"lies in {piece.file}, which is not listed"
         if len(piece.offsets) != rank or len(piece.lengths) != rank:
             return "has a piece of another rank"
-        if not lies_in(tensor.shape, piece.offsets, piece.lengths):
-            return "has a piece beyond its shape"
     if not tensor.pieces:
         return "is not covered by its pieces"
-    return coverage_fault(tensor.shape, [box_of(tensor, piece) for piece in tensor.pieces]) or None
+    try:
+        boxes = [box_of(tensor, piece) for piece in tensor.pieces]
+    except ValueError:
+        return "has a piece beyond its shape"
+    return coverage_fault(tensor.shape, boxes) or None
 
 
 def box_of(tensor: TensorEntry, piece: Piece) -> Box:

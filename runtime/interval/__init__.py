@@ -1,1 +1,1 @@
-"""Chooses how often to checkpoint, without a clock or torch: controller.py decides, policy.py is CheckFreq's rule."""
+"""Chooses how often to checkpoint, from given times: controller.py decides, algorithm.py has CheckFreq's rule."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from checkflow.runtime.interval.algorithm import in_iterations, is_time, late_after
 from checkflow.runtime.interval.measurements import RECENT, median
-from checkflow.runtime.interval.policy import in_iterations, is_time, late_after
 
 WARM_UP = 8  # iterations, the first of a run: they make state, and are recorded
 WINDOW, WINDOW_INTERVALS = 20, 5  # iterations, and distances as asked, in which iterations are measured

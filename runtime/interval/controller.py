@@ -1,7 +1,7 @@
 """Decides which boundaries are captured, from how long each iteration took. It reads no clock and knows no thread.
 
 A checkpoint is made when its interval has passed (the shortest that measured costs allow: :mod:`.measurements`,
-:mod:`.policy`) and nothing is owed (:mod:`.token_bucket`). Both need free iterations; a *control* makes some where
+:mod:`.algorithm`) and nothing is owed (:mod:`.token_bucket`). Both need free iterations; a *control* makes some where
 there are none: nothing is captured until enough were seen.
 """
 
@@ -13,9 +13,9 @@ from collections import deque
 
 from checkflow.core.run_report import Frequency, FrequencyChange
 from checkflow.core.units import format_seconds, format_time
+from checkflow.runtime.interval.algorithm import Asked, Costs, Intervals, choose
 from checkflow.runtime.interval.clock_schedule import ByTime
 from checkflow.runtime.interval.measurements import LEAST, Checkpoints, Iteration, Measurements, median
-from checkflow.runtime.interval.policy import Asked, Costs, Intervals, choose
 from checkflow.runtime.interval.token_bucket import Bucket
 
 logger = logging.getLogger("checkflow")
@@ -152,7 +152,7 @@ class Controller:
             # One for trial, at once; another one if that came to nothing.
             return not self._busy and (self._tried is None or number - self._tried >= TRY_AGAIN)
         if now is None or self._is_storage_due(number):
-            return self._bucket.allows()
+            return self._bucket.allows_writing()
         if now.memory == now.disk or number - self._last_memory < now.memory:
             return False
         gap = max(GAP, self._unit) if now.memory == self._unit and now.disk >= GAP_FROM * self._unit else 0
@@ -164,7 +164,7 @@ class Controller:
             return True
         if self._free_before is not None or self._wants_captures(number):
             return False
-        return self._intervals is None or (self._is_storage_due(number) and self._bucket.allows())
+        return self._intervals is None or (self._is_storage_due(number) and self._bucket.allows_writing())
 
     @property
     def leaves_out_epochs(self) -> bool:
@@ -245,8 +245,10 @@ class Controller:
             excess = 0.0 if baseline is None else one.own_seconds - baseline[0]
             self._measured.checkpoints.follow(one, excess, standing, began=its_began)
             if baseline is not None:
-                earned = Costs(baseline[0], 0.0, 0.0, 0.0, standing).allowed_seconds(self._asked.overhead)
-                self._bucket.add(one, baseline, earned=earned, standing=standing, interval=its_interval)
+                earned_seconds = Costs(baseline[0], 0.0, 0.0, 0.0, standing).allowed_seconds(self._asked.overhead)
+                self._bucket.add(
+                    one, baseline, earned_seconds=earned_seconds, standing_seconds=standing, interval=its_interval
+                )
 
     @property
     def _cannot_profile(self) -> bool:

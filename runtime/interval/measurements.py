@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkflow.runtime.interval.policy import Costs
+from checkflow.runtime.interval.algorithm import Costs
 
 KEPT = 30  # samples of each kind
 LEAST = 3  # samples to believe a median

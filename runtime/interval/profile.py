@@ -15,7 +15,7 @@ from typing import Literal
 
 from checkflow.core.errors import first_fault
 from checkflow.core.graph import STRICT
-from checkflow.runtime.interval.policy import Costs
+from checkflow.runtime.interval.algorithm import Costs
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
@@ -40,7 +40,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class KeptProfile:
-    """The file. Seconds, as in :class:`.policy.Costs`."""
+    """The file. Seconds, as in :class:`.algorithm.Costs`."""
 
     __pydantic_config__ = STRICT
     identity: Identity

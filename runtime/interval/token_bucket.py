@@ -21,7 +21,7 @@ FREE_PRIOR = 10  # iterations that count as exactly usual, beside those seen
 
 
 class Bucket:
-    """Says whether a checkpoint may begin. Where nothing may be spent nothing can be owed, and all may."""
+    """Says whether a checkpoint may begin. With overhead 0 the bucket never blocks."""
 
     def __init__(self) -> None:
         self.level_seconds = self._highest_seconds = 0.0  # now; since the last persist ended
@@ -31,37 +31,46 @@ class Bucket:
         self._free_excess: deque[float] = deque(maxlen=FREE_KEPT)
 
     def add(
-        self, iteration: Iteration, baseline: tuple[float, float], *, earned: float, standing: float, interval: int
+        self,
+        iteration: Iteration,
+        baseline: tuple[float, float],
+        *,
+        earned_seconds: float,
+        standing_seconds: float,
+        interval: int,
     ) -> None:
         """An iteration has ended.
 
         Args:
             baseline: seconds of one without checkpoints, and their standard deviation.
-            earned: seconds that checkpoints may take of it.
-            standing: seconds for which training waits in any iteration, which ``earned`` leaves out.
+            earned_seconds: seconds that checkpoints may take of it.
+            standing_seconds: seconds for which training waits in any iteration, which ``earned_seconds`` leaves out.
             interval: iterations from one checkpoint to the next.
         """
         free_seconds, spread = baseline
-        most_owed = earned * max(WINDOW, INTERVALS * interval)
-        charge = max(0.0, iteration.held_seconds - standing)  # what is sure is paid also where nothing else is known
+        most_owed_seconds = earned_seconds * max(WINDOW, INTERVALS * interval)
+        # What is sure is paid also where nothing else is known.
+        charge = max(0.0, iteration.held_seconds - standing_seconds)
         if iteration.is_usable:
-            limit = max(PAUSE_SHARE * free_seconds, PAUSE_INTERVALS * interval * earned, iteration.held_seconds)
+            limit = max(PAUSE_SHARE * free_seconds, PAUSE_INTERVALS * interval * earned_seconds, iteration.held_seconds)
             excess = min(iteration.own_seconds - free_seconds, limit)
             if iteration.is_free:
                 self._free_excess.append(excess)
                 charge = 0.0
             else:
                 charge = excess - sum(self._free_excess) / (FREE_PRIOR + len(self._free_excess))
-        self._slack_seconds = max(SLACK * earned, NOISE * spread * math.sqrt(WINDOW))
-        level = self.level_seconds = max(-most_owed, min(self._slack_seconds, self.level_seconds + earned - charge))
+        self._slack_seconds = max(SLACK * earned_seconds, NOISE * spread * math.sqrt(WINDOW))
+        level = self.level_seconds = max(
+            -most_owed_seconds, min(self._slack_seconds, self.level_seconds + earned_seconds - charge)
+        )
         self._highest_seconds = level if iteration.persisted else max(level, self._highest_seconds)
 
-    def forgive(self, most_owed: float) -> None:
+    def forgive(self, most_owed_seconds: float) -> None:
         """What was charged was measured against another training's time: more than this is not owed."""
-        self.level_seconds = self._highest_seconds = max(-most_owed, self.level_seconds)
+        self.level_seconds = self._highest_seconds = max(-most_owed_seconds, self.level_seconds)
         self._free_excess.clear()
 
-    def allows(self) -> bool:
+    def allows_writing(self) -> bool:
         """Whether nothing is owed: storage may be written to."""
         return self.level_seconds >= 0.0
 

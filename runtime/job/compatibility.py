@@ -1,4 +1,6 @@
-"""Whether a live job's state can be copied, whether a plan fits it, and what to guard in case it does not."""
+"""Holds a plan against a live job: can its state be copied, does the plan fit, does ``every`` suit its interval, and
+what to guard in case the job branches or unfreezes parameters.
+"""
 
 from __future__ import annotations
 

@@ -103,14 +103,14 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
         moved = key in live and live[key] != then[key]
         level = logging.INFO
         if key == _BATCH:
-            runs = f"{now} goes on, whatever hyperparameters= says, from the place in the epoch"
+            runs = f"taking {now} from this place in the epoch, whatever hyperparameters= says"
         else:
             runs = _set(job, key, now, then[key], moved=moved) if script else ""
         if not runs:
             level, goes_on[key] = logging.WARNING, then[key]
-            runs = f'{_text(then[key])} goes on (hyperparameters="script" takes the script\'s)'
+            runs = f'keeping {_text(then[key])} (hyperparameters="script" takes the script\'s)'
             if script:
-                runs = f"{_text(live[key])}, which the scheduler has come to, goes on"
+                runs = f"keeping {_text(live[key])}, which the scheduler has reached"
         words = f"the script asks for {_text(now)}, the checkpoint was made with {_text(then[key])}: {runs}"
         lines.setdefault((f"{name.lstrip('_')} of {owner}", words, level), []).append(group)
     for (what, words, level), groups in lines.items():
@@ -206,7 +206,7 @@ def _set(job: Job, key: Key, now: Any, then: Any, *, moved: bool) -> str:
     """Let the script's value continue, and describe that; "": the checkpoint's continues. ``moved``: by a scheduler."""
     owner, name, number = key
     if key in (_RANDOM, _ORDER):
-        return f"{now} goes on, and an epoch that has begun keeps its order"
+        return f"taking {now}; an epoch that has begun keeps its order"
     if (scheduler := _schedulers(job).get(owner)) is not None:
         if moved:
             return ""
@@ -214,10 +214,10 @@ def _set(job: Job, key: Key, now: Any, then: Any, *, moved: bool) -> str:
     elif name == "lr":
         rate = _set_rate(job, _optimizers(job)[owner], number, now, then)
         if not math.isclose(rate, now, rel_tol=1e-6):
-            return f"{_text(now)} goes on, which the schedule has brought to {rate:.6g}"
+            return f"taking {_text(now)}, which the schedule has brought to {rate:.6g}"
     else:
         _put(_optimizers(job)[owner].param_groups[number], name, now)
-    return f"{_text(now)} goes on"
+    return f"taking {_text(now)}"
 
 
 def _set_rate(job: Job, optimizer: torch.optim.Optimizer, number: int, now: float, then: float) -> float:

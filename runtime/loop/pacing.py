@@ -18,9 +18,9 @@ from typing import Any
 from checkflow.core.plan import Plan
 from checkflow.core.run_report import Frequency
 from checkflow.core.state import dtype_name
+from checkflow.runtime.interval.algorithm import Asked, Costs
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.interval.measurements import LEAST, RECENT, Iteration, median
-from checkflow.runtime.interval.policy import Asked, Costs
 from checkflow.runtime.interval.profile import Identity, ProfileCache
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job

@@ -15,7 +15,7 @@ from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
 from checkflow.core.state import closures_repeat
-from checkflow.runtime.interval.policy import Asked
+from checkflow.runtime.interval.algorithm import Asked
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress

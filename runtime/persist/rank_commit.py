@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from pydantic import TypeAdapter, ValidationError
 
-from checkflow.core.errors import CheckflowError, StorageError
+from checkflow.core.errors import CheckflowError, StorageError, first_fault
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import file_image
 from checkflow.runtime.format.manifest import BLOCK_BYTES
@@ -23,7 +24,7 @@ from checkflow.runtime.ranks.meeting import wait_until
 from checkflow.runtime.ranks.records import Attempt, Costs, Receipt
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.store.files import step_name
-from checkflow.runtime.store.parts import Gathered, commit_ranks, folder_name, write_part
+from checkflow.runtime.store.parts import Gathered, Written, commit_ranks, folder_name, write_part
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store, reported
 from checkflow.runtime.system import fs
@@ -32,6 +33,7 @@ logger = logging.getLogger("checkflow")
 
 #: What all ranks must have alike: otherwise they are at different iterations.
 _ALIKE = ("iteration", "epoch", "position", "turns")
+_WRITTEN: TypeAdapter[Written] = TypeAdapter(Written)
 _VERDICT_TIMES = 3  # as long as for receipts: rank 0 waits for these, writes and syncs
 
 
@@ -68,7 +70,7 @@ class RankCommit:
         def gather(root: int, folder: int) -> Gathered:
             self._council.post_receipt(self._write(folder, attempt, capture, extra))
             found = self._council.collect(attempt, _joined_later)
-            return Gathered([receipt.written for receipt in found if receipt.written is not None], extra)
+            return Gathered([_loads(receipt) for receipt in found], extra)
 
         try:
             path = commit_ranks(
@@ -132,13 +134,24 @@ class RankCommit:
             extra_digest=xxhash.xxh3_128_hexdigest(alike),
         )  # fmt: skip
         self._persist_seconds = time.perf_counter() - begun
-        return self._receipt(attempt, written=written)
+        return self._receipt(attempt, written=_WRITTEN.dump_json(written).decode())
 
     def _receipt(self, attempt: Attempt, **more: Any) -> Receipt:
         council, costs = self._council, Costs(persist_seconds=self._persist_seconds)
         return Receipt(
             council.rank, council.world_size, council.generation, attempt.number, attempt.step, costs=costs, **more
         )
+
+
+def _loads(receipt: Receipt) -> Written:
+    """What a rank has written; StorageError if its receipt does not say."""
+    try:
+        found = _WRITTEN.validate_json(receipt.written)
+    except ValidationError as error:
+        raise StorageError(f"the receipt of rank {receipt.rank} is damaged: {first_fault(error)}") from None
+    if found.rank != receipt.rank:
+        raise StorageError(f"the receipt of rank {receipt.rank} is of files of rank {found.rank}")
+    return found
 
 
 def _joined_later(found: object) -> None:

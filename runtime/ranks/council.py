@@ -204,7 +204,7 @@ class Council:
 
         Raises:
             MissingShardsError: rank 0 does not begin it in time, or does not answer.
-            StorageError: rank 0 writes a later step instead.
+            StorageError: rank 0 writes a later step instead, or the attempt has failed already.
         """
         silent = False
 
@@ -219,6 +219,8 @@ class Council:
 
         found = self._wait(begun, wait_seconds)
         if isinstance(found, Attempt):
+            if found.ended == "failed":
+                raise _error_of(found)
             return found
         if found is False:
             raise StorageError(f"rank 0 saves a later step than {step}")
@@ -304,8 +306,13 @@ class Council:
         self._closing = True  # after the event: the last round takes it along
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)
-        if self._thread.is_alive():
+        if self.running:
             logger.warning("the meeting place of the ranks does not answer: it is left without a word")
+
+    @property
+    def running(self) -> bool:
+        """Whether the council's thread goes on: after :meth:`close` while the meeting place does not answer."""
+        return self._thread.is_alive()
 
     # The council's thread
 

@@ -21,14 +21,14 @@ class Identity:
     Attributes:
         local_rank: among the processes of its node.
         node: by number under torchrun, otherwise by host name.
-        generation: the same for all ranks of one start of the job, and of no other; "": to be agreed at the place.
+        launch: what the launcher calls this start of the job; not unique, and "" where it has no name.
     """
 
     rank: int
     world_size: int
     local_rank: int
     node: str
-    generation: str
+    launch: str
 
 
 def find_identity(environment: Mapping[str, str] = os.environ) -> Identity | None:
@@ -50,14 +50,13 @@ def find_identity(environment: Mapping[str, str] = os.environ) -> Identity | Non
         return None
     local = environment.get("LOCAL_RANK", "")
     node = environment.get("GROUP_RANK") or socket.gethostname()
-    return Identity(rank, world_size, int(local) if local.isdecimal() else rank, node, generation_of(environment))
+    return Identity(rank, world_size, int(local) if local.isdecimal() else rank, node, launch_of(environment))
 
 
-def generation_of(environment: Mapping[str, str]) -> str:
+def launch_of(environment: Mapping[str, str]) -> str:
     """The start of the job that torchrun counts; "" under another launcher."""
     run, restart = environment.get("TORCHELASTIC_RUN_ID"), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # "none" is what torchrun calls a run with a static rendezvous, each time: a later run may meet at the same files.
-    if not run or run == "none":
+    if not run:
         return ""
     return f"{_UNFIT.sub('-', run)[:60]}.{_UNFIT.sub('-', restart)[:10]}"
 

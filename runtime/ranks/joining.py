@@ -1,16 +1,23 @@
-"""How a rank comes to its council: by torch's store where there is one, by files in the directory otherwise."""
+"""How a rank comes to its council: by torch's store where there is one, by files in the directory otherwise.
+
+The generation, a name that this start of the job has and no other, is agreed there. Launchers do not give one: torchrun
+counts restarts after failures, and not those after a change of its nodes, and its store outlives both.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
-from checkflow.core.errors import UnsupportedError
+from checkflow.core.errors import MissingShardsError, StorageError
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.file_meeting import FileMeeting
 from checkflow.runtime.ranks.identity import Identity
-from checkflow.runtime.ranks.meeting import wait
+from checkflow.runtime.ranks.meeting import MeetingPlace, wait_until
+from checkflow.runtime.ranks.records import name_ranks
 
 ANSWER_SECONDS = 10.0  # for one answer of the store
 _counted = itertools.count()  # of this process's councils: all ranks make them in the same order
@@ -19,42 +26,91 @@ _counted = itertools.count()  # of this process's councils: all ranks make them 
 def join(identity: Identity, directory: Path, *, silent_seconds: float = 15.0, start_seconds: float = 60.0) -> Council:
     """Take this rank's seat. All ranks call it, in the same order where they call it more than once.
 
+    Args:
+        directory: of the checkpoints, where ranks meet that have no TCP store.
+        silent_seconds: after which a rank that says nothing counts as dead.
+        start_seconds: within which all ranks call this, and within which they come to the start.
+
     Raises:
-        MissingShardsError: rank 0 has not agreed a generation in time.
+        MissingShardsError: a rank did not come in time; ``ranks`` names it, or rank 0.
         StorageError: the store cannot be reached.
-        UnsupportedError: there is neither a store nor a name of this start of the job.
     """
     from checkflow.runtime.ranks.torch_meeting import TorchMeeting, store_address
 
-    number, address = next(_counted), store_address()
-    if address is None:
-        if not identity.generation:
-            raise UnsupportedError(
-                "the ranks of this job have no TCP store to meet at, and no name of this start: start it by torchrun"
-            )
-        generation = f"{identity.generation}.{number}"
-        return Council(
-            identity.rank, identity.world_size, generation, lambda: FileMeeting(directory, generation, identity.rank),
-            silent_seconds=silent_seconds, start_seconds=start_seconds,
-        )  # fmt: skip
-    host, port = address
-    base = identity.generation or _agree(host, port, identity.rank, number, start_seconds)
-    generation = f"{base}.{number}"
+    address = store_address()
+
+    def open_place(name: str) -> MeetingPlace:
+        if address is None:
+            return FileMeeting(directory, name, identity.rank)
+        return TorchMeeting(*address, name, ANSWER_SECONDS)
+
+    name = f"starts-{identity.launch}-{next(_counted)}"
+    place = _open_within(lambda: open_place(name), start_seconds)
+    try:
+        generation = agree_generation(place, identity.rank, identity.world_size, start_seconds)
+    finally:
+        place.close()
     return Council(
-        identity.rank, identity.world_size, generation, lambda: TorchMeeting(host, port, generation, ANSWER_SECONDS),
+        identity.rank, identity.world_size, generation, lambda: open_place(generation),
         silent_seconds=silent_seconds, start_seconds=start_seconds,
     )  # fmt: skip
 
 
-def _agree(host: str, port: int, rank: int, number: int, wait_seconds: float) -> str:
-    """A name of this start of the job, that rank 0 draws."""
-    from checkflow.runtime.ranks.torch_meeting import TorchMeeting
+def agree_generation(place: MeetingPlace, rank: int, world_size: int, wait_seconds: float) -> str:
+    """A name that rank 0 draws. What earlier starts have left at the place is not taken for an answer.
 
-    key = f"generation/{number}"
-    place = TorchMeeting(host, port, "starts", ANSWER_SECONDS)
-    try:
-        if rank == 0:
-            place.put(key, secrets.token_hex(8).encode())
-        return wait(place, {0: key}, wait_seconds, "name of this start of the job")[0].decode()
-    finally:
-        place.close()
+    Each other rank says a number drawn at random; rank 0 answers with the name and all numbers, and has the answer of a
+    rank when that has seen its own number in it.
+
+    Raises:
+        MissingShardsError: a rank did not come in time.
+    """
+    if rank:
+        number = secrets.token_hex(8)
+        place.put(f"hello/{rank}", number.encode())
+
+        def answered() -> str | None:
+            answer = json.loads(place.get(["answer"]).get("answer", b"{}"))
+            return answer["name"] if answer.get("hellos", {}).get(str(rank)) == number else None
+
+        name = wait_until(answered, wait_seconds)
+        if name is None:
+            raise MissingShardsError(
+                f"rank 0 of {world_size} did not come to the start within {wait_seconds:g} s", (0,)
+            )
+        place.put(f"joined/{name}/{rank}", b"1")
+        return name
+    drawn = secrets.token_hex(8)
+    others = range(1, world_size)
+    joined: dict[str, bytes] = {}
+
+    def all_joined() -> bool | None:
+        hellos = place.get([f"hello/{other}" for other in others])
+        said = {key.removeprefix("hello/"): value.decode() for key, value in hellos.items()}
+        place.put("answer", json.dumps({"name": drawn, "hellos": said}).encode())
+        joined.update(place.get([f"joined/{drawn}/{other}" for other in others]))
+        return True if len(joined) == len(others) else None
+
+    if wait_until(all_joined, wait_seconds) is None:
+        missing = tuple(other for other in others if f"joined/{drawn}/{other}" not in joined)
+        raise MissingShardsError(
+            f"{name_ranks(missing)} of {world_size} did not come to the start within {wait_seconds:g} s", missing
+        )
+    return drawn
+
+
+def _open_within(open_place: Callable[[], MeetingPlace], wait_seconds: float) -> MeetingPlace:
+    """Rank 0 may not have made the place yet."""
+    error: list[StorageError] = []
+
+    def opened() -> MeetingPlace | None:
+        try:
+            return open_place()
+        except StorageError as fault:
+            error[:] = [fault]
+            return None
+
+    place = wait_until(opened, wait_seconds)
+    if place is None:
+        raise error[0]
+    return place

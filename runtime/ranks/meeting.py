@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
-
-from checkflow.core.errors import MissingShardsError
-from checkflow.runtime.ranks.records import name_ranks
 
 FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.005, 0.25
 _T = TypeVar("_T")
@@ -31,25 +28,6 @@ class MeetingPlace(Protocol):
 
     def close(self) -> None:
         """Leave the place."""
-
-
-def wait(place: MeetingPlace, keys: Mapping[int, str], wait_seconds: float, what: str) -> dict[int, bytes]:
-    """The value of each rank's key, by rank. Raises MissingShardsError that names the ranks whose value did not come.
-
-    Args:
-        what: is awaited, for the message.
-    """
-    found: dict[int, bytes] = {}
-
-    def complete() -> bool | None:
-        missing = {key: rank for rank, key in keys.items() if rank not in found}
-        found.update((missing[key], value) for key, value in place.get(list(missing)).items())
-        return True if len(found) == len(keys) else None
-
-    if wait_until(complete, wait_seconds) is None:
-        late = tuple(sorted(rank for rank in keys if rank not in found))
-        raise MissingShardsError(f"no {what} from {name_ranks(late)} within {wait_seconds:g} s", late)
-    return found
 
 
 def wait_until(happened: Callable[[], _T | None], wait_seconds: float) -> _T | None:

@@ -1,7 +1,7 @@
 """What ranks tell each other, as frozen data: each rank its card and its receipts, rank 0 its board.
 
 A card or a board holds all that its writer has to say, and replaces the one before: what is lost, late or read twice
-does no harm. ``serial`` says which of two is newer.
+does no harm. ``serial`` says which of two is newer; two that say the same are equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from checkflow.core.errors import StorageError, first_fault
 from checkflow.core.graph import STRICT, Many, Named
 from checkflow.runtime.format.manifest import MAX_STEP
-from checkflow.runtime.store.parts import Written
 
 Rank = Annotated[int, Field(ge=0, lt=2**20)]
 Count = Annotated[int, Field(ge=0)]
@@ -41,7 +40,8 @@ class Receipt:
     """What a rank has written durably for one attempt; or, with ``failure``, why it has not.
 
     Attributes:
-        written: None with a failure.
+        written: the store's record of the files, their checksums and what they hold, as JSON. The council does not read
+            it: whoever writes the manifest does.
     """
 
     __pydantic_config__ = STRICT
@@ -50,7 +50,7 @@ class Receipt:
     generation: Generation
     attempt: Count
     step: Step
-    written: Written | None = None
+    written: str = ""
     costs: Costs = Costs()
     failure: str = ""
 
@@ -186,7 +186,7 @@ class Card:
     __pydantic_config__ = STRICT
     rank: Rank
     generation: Generation
-    serial: Count
+    serial: Count = field(compare=False)
     passed: Step = 0
     captured: Many[Step] = ()
     since: Step = 0
@@ -212,7 +212,7 @@ class Board:
 
     __pydantic_config__ = STRICT
     generation: Generation
-    serial: Count
+    serial: Count = field(compare=False)
     world_size: Annotated[int, Field(ge=1)]
     start: Start = Start()
     refusal: Refusal | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from checkflow.core.errors import StorageError
@@ -38,7 +37,7 @@ class Rounds:
     ) -> None:
         self.member, self.chair = member, chair
         self._world_size, self._beat_seconds, self._publish = world_size, beat_seconds, publish
-        self._sent: dict[str, tuple[Any, float]] = {}  # by key: without its serial, and when
+        self._sent: dict[str, tuple[Any, float]] = {}  # by key: what was said last, and when
         self._serial = 0
         self._posted: list[str] = []  # receipts of this rank at the place
         self._own_board: Board | None = None
@@ -91,19 +90,19 @@ class Rounds:
                 place.put(key, dumps(RECEIPT, receipt))
                 self.member.posted(attempt)
                 self._posted.append(key)
-            card = self.member.card(self._serial)
-            if self._is_news(card_key(card.rank), replace(card, serial=0), now):
+                card = self.member.card(self._serial)  # says so
+            if self._is_news(card_key(card.rank), card, now):
                 place.put(card_key(card.rank), dumps(CARD, card))
-                self._sent[card_key(card.rank)] = replace(card, serial=0), now
+                self._sent[card_key(card.rank)] = card, now
             if len(self._posted) > 2:  # rank 0 reads the newest alone
                 place.drop(self._posted[:-2])
                 del self._posted[:-2]
             return
         board = self._own_board
         assert board is not None
-        if self._is_news(BOARD_KEY, replace(board, serial=0), now):
+        if self._is_news(BOARD_KEY, board, now):
             place.put(BOARD_KEY, dumps(BOARD, board))
-            self._sent[BOARD_KEY] = replace(board, serial=0), now
+            self._sent[BOARD_KEY] = board, now
 
     def _is_news(self, key: str, value: object, now: float) -> bool:
         said = self._sent.get(key)

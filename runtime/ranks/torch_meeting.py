@@ -27,41 +27,44 @@ class TorchMeeting:
     """
 
     def __init__(self, host: str, port: int, prefix: str, timeout_seconds: float) -> None:
+        self._host, self._port, self._timeout = host, port, timedelta(seconds=timeout_seconds)
         self._place, self._prefix = f"the store at {host}:{port}", f"{_PREFIX}/{prefix}/"
         self._known: set[str] = set()  # keys that were there: none is removed but receipts, which are read once
-        timeout = timedelta(seconds=timeout_seconds)
-        self._store: Any = self._ask(
-            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        )
+        self._store: Any = None
+        self._closed = False
+        self._ask(lambda store: None)
 
     def put(self, key: str, value: bytes) -> None:
-        self._ask(lambda: self._opened().set(self._prefix + key, value))
+        self._ask(lambda store: store.set(self._prefix + key, value))
 
     def get(self, keys: Sequence[str]) -> dict[str, bytes]:
-        store = self._opened()
-        there = [key for key in keys if key in self._known or self._ask(lambda: store.check([self._prefix + key]))]  # noqa: B023
+        new = [key for key in keys if key not in self._known]
+        found = self._ask(lambda store: {key for key in new if store.check([self._prefix + key])})
+        there = [key for key in keys if key in self._known or key in found]
         if not there:
             return {}
         self._known.update(key for key in there if not key.startswith("receipt/"))
-        values = self._ask(lambda: store.multi_get([self._prefix + key for key in there]))
+        values = self._ask(lambda store: store.multi_get([self._prefix + key for key in there]))
         return dict(zip(there, (bytes(value) for value in values), strict=True))
 
     def drop(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._ask(lambda: self._opened().delete_key(self._prefix + key))  # noqa: B023
+        self._ask(lambda store: [store.delete_key(self._prefix + key) for key in keys])
 
     def close(self) -> None:
-        self._store = None  # its destructor closes the connection
+        self._store, self._closed = None, True  # its destructor closes the connection
 
-    def _opened(self) -> Any:
-        if self._store is None:
+    def _ask(self, ask: Callable[[Any], Any]) -> Any:
+        """One answer. After an error the connection is made anew: a late answer would be taken for the next one."""
+        if self._closed:
             raise StorageError(f"{self._place} is closed")
-        return self._store
-
-    def _ask(self, ask: Callable[[], Any]) -> Any:
         try:
-            return ask()
+            if self._store is None:
+                self._store = TCPStore(
+                    self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout
+                )
+            return ask(self._store)
         except (dist.DistError, RuntimeError) as error:
+            self._store = None
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise StorageError(f"{self._place} does not answer: {reason}") from error
 

@@ -165,7 +165,7 @@ def _ddp_of(model: nn.Module) -> Any:
 
 def _of_dtensor(item: StateTensor, rank: int) -> Placement:
     tensor: Any = item.held
-    if is_composite(item.tensor):
+    if is_composite(tensor._local_tensor):
         raise UnsupportedError(f"state tensor {item.name} is a DTensor of parts that are not dense")
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -208,10 +208,6 @@ def _box(
     offsets, lengths = [0] * len(shape), list(shape)
     strided = []
     for at, placement in enumerate(laid):
-        if placement.is_partial():
-            raise UnsupportedError(
-                f"state tensor {name} is a DTensor with {placement!r}: its value is a sum over ranks: redistribute it"
-            )
         if placement.is_replicate():
             continue
         if hasattr(placement, "split_factor"):

@@ -292,23 +292,27 @@ def restore_rank(
     }
     of_parameter = {id(item.held): placed[item.name].box for item in state.tensors if item.kind == "parameter"}
 
-    def box_of(name: str, entry: TensorEntry) -> Box | None:
-        """What this rank needs of a tensor of the version; None: nothing."""
+    def box_of(name: str, entry: TensorEntry) -> Box:
+        """What this rank needs of a tensor of the version."""
         if name in placed:
             box = placed[name].box
         else:
-            parameter = parameters.get(name.rpartition(".")[0])
-            if parameter is None:
-                return None
-            box = of_parameter[id(parameter)]  # of state that the optimizer has yet to make
+            of = name
+            while of not in parameters and "." in of:
+                of = of.rpartition(".")[0]
+            if of not in parameters:
+                raise MismatchError(f"{path}: the checkpoint's {name} is not in the job")
+            # Of state that the optimizer has yet to make.
+            box = of_parameter.get(id(parameters[of])) or whole(entry.shape)
         return box if box.shape == entry.shape else whole(entry.shape)  # a number, or a mismatch that is found later
 
     def narrow(described: Manifest) -> Manifest:
         wanted: dict[str, Box] = {}
         further = [(name, of) for name, of in described.ties if name in placed]
         for name, source in (*names_of_rank(described.tensors, view.rank).items(), *further):
-            if (box := box_of(name, described.tensors[source])) is not None:
-                wanted.setdefault(source, box)
+            box = box_of(name, described.tensors[source])
+            if wanted.setdefault(source, box) != box:  # two tensors of the job that are one in the version
+                wanted[source] = whole(box.shape)
         return narrow_to(described, wanted, view.rank)
 
     with naming(path), open_checkpoint(path, narrow, trust=trust) as checkpoint:

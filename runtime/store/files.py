@@ -1,4 +1,4 @@
-"""Opens a checkpoint's files and reads blocks of them, with every check that needs no knowledge of tensors: step (10).
+"""Opens a checkpoint's files and reads blocks of them, with every check that needs no knowledge of tensors.
 
 Files are opened by name inside the directory, without following links, and must be regular and of the manifest's size.
 The manifest stays open under a shared lock (:func:`.lock.share`), so that retention leaves the checkpoint alone.

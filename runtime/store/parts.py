@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkflow.core.boxes import Box, common, whole
+from checkflow.core.boxes import Box, overlap, whole
 from checkflow.core.errors import MismatchError, StorageError
 from checkflow.core.graph import STRICT, Many, Named
 from checkflow.runtime.format import manifest
@@ -290,7 +290,7 @@ def narrow_to(described: Manifest, wanted: Mapping[str, Box], rank: int | None =
     tensors = {}
     for name, box in wanted.items():
         entry = described.tensors[name]
-        kept = tuple(piece for piece in entry.pieces if common(manifest.box_of(entry, piece), box) is not None)
+        kept = tuple(piece for piece in entry.pieces if overlap(piece.offsets, piece.lengths, box))
         tensors[name] = dataclasses.replace(entry, pieces=kept or entry.pieces[:1])
     needed = {manifest.EXTRA, *(piece.file for entry in tensors.values() for piece in entry.pieces)}
     if rank is not None:

@@ -187,7 +187,7 @@ class Checkpoint:
         tensor, out = self._tensor(name), buffer.cast("B")
         if len(out) != self.size_bytes(name):
             raise ValueError(f"{name} has {self.size_bytes(name)} bytes, the buffer {len(out)}")
-        if len(tensor.pieces) == 1:
+        if _in_one_piece(tensor):
             self._read(*self._place(tensor.pieces[0]), out)
         else:
             self._deliver(*self._sort([(name, None, out)]), keep=True)
@@ -212,7 +212,7 @@ class Checkpoint:
         strided: Strided = {}
         for name, box, buffer in targets:
             tensor, out = self._tensor(name), buffer.cast("B")
-            if box is None and len(tensor.pieces) == 1:  # nearly all of one process's
+            if box is None and _in_one_piece(tensor):  # nearly all of one process's
                 _, _, begin, end = self._stored[tensor.pieces[0].file][tensor.pieces[0].key]
                 if len(out) != end - begin:
                     raise ValueError(f"{name} has {end - begin} bytes, the buffer {len(out)}")
@@ -222,9 +222,11 @@ class Checkpoint:
             size = STORED_TYPES[tensor.dtype].element_bytes
             if len(out) != box.volume * size:
                 raise ValueError(f"{box} of {name} has {box.volume * size} bytes, the buffer {len(out)}")
+            left = box.volume
             for piece in tensor.pieces:
                 if (shared := common(box_of(tensor, piece), box)) is None:
                     continue
+                left -= shared.volume
                 begin = self._stored[piece.file][piece.key].begin
                 here, there = islice(runs(shared, box_of(tensor, piece)), 2), islice(runs(shared, box), 2)
                 (first, count), *more = (*here, *there)
@@ -234,6 +236,8 @@ class Checkpoint:
                     continue
                 for block, copy in box_copies(box_of(tensor, piece), shared, box, size, begin, out):
                     strided.setdefault((piece.file, block), []).append(copy)
+            if left:
+                raise ValueError(f"{box} of {name} lies in pieces that were left out when {self.path} was opened")
         return parts, strided
 
     def _want(self, parts: Parts, piece: Piece, begin: int, out: memoryview) -> None:
@@ -417,6 +421,10 @@ class Checkpoint:
         if end - begin != math.prod(lengths) * kind.element_bytes:
             raise CorruptCheckpointError(f"{self.path / piece.file} gives {piece.key!r} a range of another size")
         return stored
+
+
+def _in_one_piece(tensor: TensorEntry) -> bool:
+    return len(tensor.pieces) == 1 and tensor.pieces[0].lengths == tensor.shape
 
 
 def _glimpse(file: OpenFile) -> bytes | None:

@@ -358,7 +358,7 @@ class Store:
                 fs.rename(final, replaced, dir_fd=root)
                 exchanged = True
             # The directory's content is durable, and the name is free. What gets the name is void until (7) succeeds.
-            # (9) No second try: a failed fsync may have dropped the name, and the next would not say so.
+            # No second try: a failed fsync may have dropped the name, and the next would not say so.
             self._void.add(final)
             fs.rename(temporary, final, dir_fd=root)  # (6)
             self._sync_folder(root)  # (7)

@@ -1,1 +1,1 @@
-"""Copy engines: host.py copies on the CPU, cuda.py to and from a GPU."""
+"""Copy engines: host.py for state in host memory, cuda.py for state on a GPU."""

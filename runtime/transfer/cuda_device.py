@@ -86,8 +86,8 @@ class CudaDevice:
 
     def _copies(self, transfers: Sequence[Transfer], inside: bool, merge: bool) -> Copies:
         fewest = merged(transfers) if merge else [transfer for transfer in transfers if transfer.length_bytes]
-        at_once = inside or all(map(self._is_locked, fewest))
-        return Copies(fewest, at_once=at_once, batched=self._batched)
+        asynchronous = inside or all(map(self._is_locked, fewest))
+        return Copies(fewest, asynchronous=asynchronous, batched=self._batched)
 
     def _is_locked(self, transfer: Transfer) -> bool:
         begin, end = transfer.target, transfer.target + transfer.length_bytes

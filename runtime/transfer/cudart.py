@@ -73,20 +73,20 @@ class Copies:
     """Copies that are enqueued together: prepared once, used at every capture.
 
     Args:
-        at_once: whether calls return before the bytes have moved, because the host memory is locked.
-        batched: whether one call may take many copies; only with ``at_once``.
+        asynchronous: whether calls return before the bytes have moved, because the host memory is locked.
+        batched: whether one call may take many copies; only with ``asynchronous``.
     """
 
-    def __init__(self, transfers: Sequence[Transfer], *, at_once: bool, batched: bool) -> None:
-        self.at_once = at_once
+    def __init__(self, transfers: Sequence[Transfer], *, asynchronous: bool, batched: bool) -> None:
+        self.asynchronous = asynchronous
         self.singly = tuple((transfer.target, transfer.source, transfer.length_bytes) for transfer in transfers)
         self.batches: tuple[_Batch, ...] = ()
-        if at_once and batched and len(transfers) > 1:
+        if asynchronous and batched and len(transfers) > 1:
             begins = range(0, len(transfers), MOST_TOGETHER)
             self.batches = tuple(_Batch(transfers[begin : begin + MOST_TOGETHER]) for begin in begins)
 
 
-class Runtime:
+class CudaRuntime:
     """Calls of the CUDA runtime. Each returns at once and raises its error.
 
     Args:
@@ -135,7 +135,7 @@ class Runtime:
             and all(self._copy_batch(batch, stream, beside) for batch in copies.batches)
         ):
             return
-        copy = (self._holding if copies.at_once else self._library).cudaMemcpyAsync
+        copy = (self._holding if copies.asynchronous else self._library).cudaMemcpyAsync
         for target, source, length_bytes in copies.singly:
             if code := copy(target, source, length_bytes, _DEFAULT_KIND, stream):
                 raise (InvalidCopyError if code == _INVALID_VALUE else CheckflowError)(self._explained(code))
@@ -223,7 +223,7 @@ class Runtime:
 
 
 @functools.cache
-def load_runtime() -> Runtime:
+def load_runtime() -> CudaRuntime:
     """The CUDA runtime of this process. Raises CheckflowError if it is missing, or torch is built for another GPU."""
     if torch.version.cuda is None:
         raise CheckflowError("this torch is not built for CUDA: install a build for NVIDIA GPUs, or train on the CPU")
@@ -231,7 +231,7 @@ def load_runtime() -> Runtime:
     tried = []
     for name in _candidates(major):
         try:
-            return Runtime(ctypes.CDLL(name), ctypes.PyDLL(name))
+            return CudaRuntime(ctypes.CDLL(name), ctypes.PyDLL(name))
         except (OSError, AttributeError) as error:  # not there, or not the runtime
             tried.append(f"{name}: {error}")
     raise CheckflowError(

@@ -54,7 +54,7 @@ from checkflow.runtime.memory_tier.records import RunLife
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.persist.saver import FIRST_AUDITS
 from checkflow.runtime.transfer.cuda_device import _Prepared
-from checkflow.runtime.transfer.cudart import Copies, Runtime
+from checkflow.runtime.transfer.cudart import Copies, CudaRuntime
 from checkflow.runtime.transfer.engine import Transfer
 from tests.runtime.transfer.test_cudart import Library
 from tests.support.dead_jobs import folders_below, give_back, needs_memory
@@ -1006,8 +1006,9 @@ def test_copies_on_the_engines_stream_are_timed_and_others_pass(monkeypatch: pyt
     monkeypatch.setattr(gpu_loop, "LARGE_BYTES", 1500)  # of each, in the mean: three pieces in two copies
     device = SideDevice()
     pieces = [Transfer(0, 0, 1000)] * 3
-    many = _Prepared(pieces, False, Copies(pieces[:2], at_once=True, batched=True), True)  # two of them are neighbours
-    one = _Prepared(pieces[:1], False, Copies(pieces[:1], at_once=True, batched=True), True)
+    # Two of them are neighbours.
+    many = _Prepared(pieces, False, Copies(pieces[:2], asynchronous=True, batched=True), True)
+    one = _Prepared(pieces[:1], False, Copies(pieces[:1], asynchronous=True, batched=True), True)
     owner: Any = SimpleNamespace(_saving=SimpleNamespace(engine=SimpleNamespace(_device=device)))
     watch = gpu_loop.SideCopies(owner)
     device.copy(many, "side")
@@ -1069,7 +1070,7 @@ class HostLibrary(Library):
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     library = HostLibrary()
-    runtime = Runtime(library)
+    runtime = CudaRuntime(library)
     monkeypatch.setattr(gpu_link, "load_runtime", lambda: runtime)
     monkeypatch.setattr(gpu_link, "CHECKED_BYTES", 1 << 20)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: library.calls.append(("synchronize",)))
@@ -1137,13 +1138,13 @@ def test_copies_that_do_not_arrive_are_told(library: HostLibrary, monkeypatch: p
     library.batch_code = 1  # nothing of a batch is copied, and the runtime says so: one by one it is
     assert tried("shared") == tried("anonymous") == TAKEN | {"batches": False}
     assert gpu_link.load_runtime().batches  # the jobs that follow find out by themselves
-    copied = Runtime.copy
+    copied = CudaRuntime.copy
 
-    def lose(self: Runtime, copies: Any, stream: int, *, beside: bool = False) -> None:
+    def lose(self: CudaRuntime, copies: Any, stream: int, *, beside: bool = False) -> None:
         if len(copies.singly) == 1:
             copied(self, copies, stream, beside=beside)
 
-    monkeypatch.setattr(Runtime, "copy", lose)
+    monkeypatch.setattr(CudaRuntime, "copy", lose)
     assert tried("shared") == TAKEN | {"batched": False}
     library.code = 2  # of the next call
     assert tried("anonymous") == {"refused": "CUDA: out of order (error 2)"}
@@ -1158,7 +1159,7 @@ class Pieces(tuple[Transfer, ...]):
 
     @property
     def copies(self) -> Copies:
-        return Copies(self, at_once=True, batched=True)
+        return Copies(self, asynchronous=True, batched=True)
 
 
 class Watching:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from benchmarks import throughputs
+from benchmarks import sharded_llama, throughputs
 from benchmarks.published import PUBLISHED, Published
 from benchmarks.throughput_models import TASKS, training_step
 from checkflow.core.device import CATALOGUE
@@ -38,6 +38,17 @@ def test_inputs_are_todays() -> None:
 @pytest.mark.parametrize("row", DATA["rows"], ids=lambda row: f"{row['card']}, {throughputs._what(row)}")
 def test_within_the_factor(row: dict[str, float]) -> None:
     assert 1 / throughputs.WITHIN <= row["predicted"] / row["published"] <= throughputs.WITHIN
+
+
+@pytest.mark.parametrize("row", DATA["several_ranks"], ids=lambda row: f"{row['ranks']} {row['card']}")
+def test_several_ranks_are_within_the_factor(row: dict[str, float]) -> None:
+    assert 1 / throughputs.WITHIN <= row["predicted"] / row["tokens_per_second"] <= throughputs.WITHIN
+
+
+@SAME_TORCH
+@pytest.mark.slow
+def test_several_ranks_are_predicted_as_today() -> None:
+    assert_same(sharded_llama.measure(sharded_llama.PUBLISHED_RUNS[0]), DATA["several_ranks"][0])
 
 
 def test_three_figures_a_card_of_two_models_at_least() -> None:

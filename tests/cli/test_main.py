@@ -62,6 +62,7 @@ KEYS = [
     "durable_bytes_per_second",
     "frontier",
     "explanation",
+    "ranks",
     "trace_seconds",
     "plan_seconds",
 ]

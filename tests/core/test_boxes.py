@@ -19,6 +19,7 @@ from checkflow.core.boxes import (
     coverage_fault,
     first_element,
     flat_range,
+    overlap,
     runs,
     shares,
     whole,
@@ -82,6 +83,7 @@ def test_what_two_boxes_share(data: st.DataObject, shape: tuple[int, ...]) -> No
     found = [] if shared is None else part(numbered(shape), shared).reshape(-1).tolist()
     assert sorted(found) == expected.tolist()
     assert shared is None or found
+    assert overlap(one.offsets, one.lengths, other) == (shared is not None)
 
 
 @given(st.data(), SHAPES)

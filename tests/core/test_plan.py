@@ -78,7 +78,6 @@ FAULTS: list[tuple[str, Callable[[Plan], Plan], str]] = [
     ("snapshot within a segment", snapshot_at(3), "snapshot at step 3, where eager training has no anchor"),
     ("no micro-batch", fingerprint(micro_batches=0), "0 micro-batches"),
     ("no rank", fingerprint(ranks=0), "0 ranks"),
-    ("two ranks", fingerprint(ranks=2), "2 ranks"),
     ("every zeroth iteration", claim(interval=0), "every 0 iterations"),
     ("a horizon without end", claim(interval=10**12), "too many"),
     ("a wait beyond the horizon", claim(wait=Wait(10**6, 1.0)), "outside of 0"),
@@ -138,3 +137,11 @@ def test_optimizers_of_one_side_only_are_differences(optimizers: dict[str, str],
     plan = good_plan()
     state = {entry.name: (entry.shape, entry.dtype) for entry in plan.fingerprint.state}
     assert describe_mismatch(plan, state, optimizers) == expected
+
+
+def test_a_plan_of_several_ranks_is_valid_and_fits_no_job_of_one_process() -> None:
+    plan = fingerprint(ranks=2)(good_plan()).sealed()
+    check_plan(plan)
+    state = {entry.name: (entry.shape, entry.dtype) for entry in plan.fingerprint.state}
+    lines = describe_mismatch(plan, state, dict(plan.fingerprint.optimizers))
+    assert lines == ["ranks: one process in the job, 2 ranks in the plan"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from checkflow.core.errors import ModelError
 from checkflow.core.graph import AnchorKind, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.load import load_training_step
+from checkflow.planner.model_file.several_ranks import Ranks
 from checkflow.planner.pipeline import Planned, Subject, default_memory_limit_bytes, plan_model
 from checkflow.planner.schedule.scheduler import PlanRequest
 from checkflow.planner.trace.trace import trace
@@ -35,13 +37,13 @@ def build(case: str) -> TrainingStep:
     return step
 
 
-def plan(model: str, **settings: str) -> Planned:
+def plan(model: str, ranks: Ranks | None = None, **settings: str) -> Planned:
     request = PlanRequest(
         bandwidth_bytes_per_second=H200.link_bandwidth_bytes_per_second,
         memory_bandwidth_bytes_per_second=H200.memory_bandwidth_bytes_per_second,
         memory_limit_bytes=default_memory_limit_bytes(H200),
     )
-    return plan_model(Subject(model, None, settings, None), H200, request, "segment")
+    return plan_model(Subject(model, None, settings, None), H200, request, "segment", ranks)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,19 @@ def test_llama_is_planned_whole() -> None:
     # the attention (whose backward makes the scores again).
     tokens, linear = 8192, graph.parameters - 128_256 * 4096
     assert graph.flops == pytest.approx(6 * tokens * linear + 14 * tokens**2 * 4096 * 32, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_llama_is_planned_over_64_ranks() -> None:
+    """FSDP2 gathers 32 layers twice and the rest once; each rank has a 64th of the state."""
+    planned = plan("llama", ranks=Ranks(64, parallel="fsdp"))
+    kinds = Counter(one.collective.kind for one in planned.graph.operators if one.collective is not None)
+    assert kinds == {"all-gather": 65, "reduce-scatter": 33}
+    assert planned.outcome.status == "optimal"
+    assert planned.several is not None
+    counters = 4 * (32 * 9 + 3)
+    assert planned.several.global_state_bytes == 6 * planned.graph.parameters + 64 * counters
+    assert planned.graph.state_bytes == pytest.approx(planned.several.global_state_bytes / 64, rel=0.001)
 
 
 def test_dlrm_is_planned_whole() -> None:

@@ -25,7 +25,7 @@ from checkflow.core.plan import Plan
 from checkflow.core.timeline import Timeline
 from checkflow.planner.pipeline import default_memory_limit_bytes
 from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
-from checkflow.runtime.interval.policy import CheckFreqProfile, Costs, Intervals, algorithm_1, choose, least_waste
+from checkflow.runtime.interval.algorithm import CheckFreqProfile, Costs, Intervals, algorithm_1, choose, least_waste
 from checkflow.simulate import simulation, strategies
 from checkflow.simulate.simulation import MOST_RUNS, Failures, Result, Way, simulate_failures
 from checkflow.simulate.strategies import StorageSpeed, Ways, restore_seconds

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from checkflow.runtime.interval.algorithm import Asked
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.interval.measurements import Iteration
-from checkflow.runtime.interval.policy import Asked
 from checkflow.runtime.loop import pacing
 from checkflow.runtime.persist.writer import Persisted, Writer
 from checkflow.runtime.transfer.host import HostCopyEngine

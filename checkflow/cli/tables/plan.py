@@ -15,7 +15,7 @@ from checkflow.core.units import format_rate, format_seconds, format_size, forma
 
 if TYPE_CHECKING:
     from checkflow.demo.kills import DemoResult
-    from checkflow.planner.pipeline import Planned
+    from checkflow.planner.pipeline import Planned, SeveralRanks
     from checkflow.planner.schedule.certify import SolverReport
     from checkflow.planner.schedule.compare import Comparison
 
@@ -59,9 +59,36 @@ def plan_json(planned: Planned) -> dict[str, Any]:
         "durable_bytes_per_second": outcome.durable_bytes_per_second,
         "frontier": [dataclasses.asdict(row) for row in outcome.frontier],
         "explanation": outcome.explanation,
+        "ranks": None if planned.several is None else _ranks_json(planned, planned.several),
         "trace_seconds": planned.trace_seconds,
         "plan_seconds": planned.plan_seconds,
     }
+
+
+def _ranks_json(planned: Planned, several: SeveralRanks) -> dict[str, Any]:
+    shared = planned.outcome.plan
+    return {
+        "count": several.ranks.count,
+        "mesh": dict(several.ranks.mesh),
+        "parallel": several.ranks.parallel,
+        "cluster": several.cluster.name,
+        "global_state_bytes": several.global_state_bytes,
+        "bytes_by_replicas": {str(replicas): size for replicas, size in sorted(several.replicas.items())},
+        "share_bytes": planned.fingerprint.state_bytes if shared is None else shared.fingerprint.state_bytes,
+        "collectives": sum(operator.collective is not None for operator in planned.graph.operators),
+        "collective_seconds": several.communication.seconds,
+        "exposed_seconds": several.communication.exposed_seconds,
+        "iteration_seconds": several.communication.iteration_seconds,
+        "storage_bytes_per_second": storage_rate(planned, several),
+    }
+
+
+def storage_rate(planned: Planned, several: SeveralRanks) -> float:
+    """The bytes per second that storage must take from all ranks together, by the plan or for every iteration."""
+    outcome = planned.outcome
+    interval, stall = outcome.interval or 1, outcome.stall_seconds or 0.0
+    seconds = interval * several.communication.iteration_seconds + stall
+    return several.global_state_bytes / seconds if seconds else 0.0
 
 
 def plan_tables(planned: Planned) -> Iterable[Table]:
@@ -105,6 +132,8 @@ def plan_table(planned: Planned) -> Table:
     table.add_row(
         "state", format_size(graph.state_bytes), f"{len(graph.state)} tensors, {graph.parameters:,} parameters"
     )
+    for row in [] if planned.several is None else _ranks_rows(planned, planned.several):
+        table.add_row(*row)
     request = planned.request
     of_link = _of_link(request.bandwidth_bytes_per_second, request.link_share)
     if request.copy_seconds:
@@ -135,6 +164,27 @@ def plan_table(planned: Planned) -> Table:
     if outcome.plan is not None and outcome.explanation:
         table.add_row("note", "", outcome.explanation)
     return table
+
+
+def _ranks_rows(planned: Planned, several: SeveralRanks) -> Iterable[tuple[str, str, str]]:
+    layout = (
+        " x ".join(f"{size} {name}" for name, size in several.ranks.mesh) or several.ranks.parallel or "by the file"
+    )
+    yield "ranks", str(several.ranks.count), f"{layout}, on {several.cluster.name}; the plan is the first rank's"
+    shared = ", ".join(
+        f"{format_size(size)} on {'one rank' if replicas == 1 else f'{replicas} ranks'}"
+        for replicas, size in sorted(several.replicas.items())
+    )
+    yield "state of all ranks", format_size(several.global_state_bytes), f"each replica once; of this rank: {shared}"
+    yield "share", format_size(planned.fingerprint.state_bytes), "what this rank copies and writes; replicas share"
+    parts, count = several.communication, sum(operator.collective is not None for operator in planned.graph.operators)
+    yield (
+        "collectives",
+        format_seconds(parts.seconds),
+        f"{count} of them; training waits {format_seconds(parts.exposed_seconds)}, which no deadline counts on: "
+        f"{format_seconds(parts.iteration_seconds)} an iteration",
+    )
+    yield "storage rate", format_rate(storage_rate(planned, several)), "of all ranks together, as the plan saves"
 
 
 def _stall_text(planned: Planned) -> str:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from checkflow.cli.tables.plan import iterations
 from checkflow.core.run_report import PlanInForce, RunReport
 from checkflow.core.units import format_rate, format_seconds, format_size
 
@@ -166,7 +165,8 @@ def _text(row: Row, value: float | None) -> str:
     if row.unit == "seconds":
         return format_seconds(value) if value else "none"
     if row.unit == "iterations":
-        return iterations(int(value)) if value == int(value) else f"{value:.3g} iterations"
+        number = str(int(value)) if value == int(value) else f"{value:.3g}"
+        return f"{number} iteration{'' if value == 1 else 's'}"
     return format_size(value) if row.unit == "bytes" else format_rate(value)
 
 

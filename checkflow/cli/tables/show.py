@@ -131,7 +131,11 @@ def show_lines(
         snapshot_bytes=[memory - step.live_bytes for memory, step in zip(replay.memory_bytes, steps, strict=True)],
     )
     made_for = plan.fingerprint
-    yield Text(f"{made_for.model} on {made_for.device}, {plan.policy} policy, granularity: {plan.granularity}", "bold")
+    of_ranks = f", one of {made_for.ranks} ranks" if made_for.ranks > 1 else ""
+    yield Text(
+        f"{made_for.model} on {made_for.device}{of_ranks}, {plan.policy} policy, granularity: {plan.granularity}",
+        "bold",
+    )
     yield Text(certificate_text(plan))
     columns = chart.columns(profile, CHART_COLUMNS)
     yield Text(f"\nlink, of {format_rate(plan.bandwidth_bytes_per_second)}", "bold")

@@ -24,7 +24,7 @@ from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
 from checkflow.runtime.format import codec, layout, manifest
-from checkflow.runtime.interval.policy import Costs
+from checkflow.runtime.interval.algorithm import Costs
 from checkflow.runtime.interval.profile import ProfileCache
 from checkflow.runtime.store import files as store_files
 from checkflow.runtime.store.discovery import find

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from checkflow.runtime.interval.algorithm import Asked, Intervals, is_time, late_after
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.interval.measurements import Iteration
-from checkflow.runtime.interval.policy import Asked, Intervals, is_time, late_after
 
 
 @pytest.mark.parametrize(

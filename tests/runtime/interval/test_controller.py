@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkflow.runtime.interval.algorithm import Asked, Costs, choose
 from checkflow.runtime.interval.controller import HISTORY
 from checkflow.runtime.interval.measurements import Iteration, Measurements
-from checkflow.runtime.interval.policy import Asked, Costs, choose
 from checkflow.runtime.interval.token_bucket import INTERVALS, WINDOW
 from tests.support.simulated import SimulatedJob
 
@@ -421,7 +421,7 @@ def test_a_debt_ends_where_iterations_stop_to_tell_anything() -> None:
     job = SimulatedJob(slowdown=0.1)
     job.run(300)
     job.persist_seconds = 60.0
-    while job.controller._bucket.allows() or job._left_seconds:
+    while job.controller._bucket.allows_writing() or job._left_seconds:
         job.run(1)
     job.counts = False
     since = len(job.durable)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from checkflow.runtime.interval.algorithm import Asked
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.interval.measurements import Iteration
-from checkflow.runtime.interval.policy import Asked
 
 ITERATION_SECONDS, CAPTURE_SECONDS = 0.1, 0.003
 NOISE, SLOW_SHARE, SLOWER = 0.03, 0.02, 1.3  # some iterations in fifty are a third longer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from checkflow.runtime.interval.algorithm import Asked, Costs, choose
 from checkflow.runtime.interval.measurements import Iteration
-from checkflow.runtime.interval.policy import Asked, Costs, choose
 from checkflow.runtime.interval.token_bucket import INTERVALS, SLACK, WINDOW, Bucket
 from tests.support.simulated import SimulatedJob
 
@@ -18,7 +18,7 @@ P = 0.05
 
 
 def add(bucket: Bucket, iteration: Iteration, *, interval: int = 1, earned: float = P, spread: float = 0.0) -> None:
-    bucket.add(iteration, (1.0, spread), earned=earned, standing=0.0, interval=interval)
+    bucket.add(iteration, (1.0, spread), earned_seconds=earned, standing_seconds=0.0, interval=interval)
 
 
 def spend(bucket: Bucket, *seconds: float, interval: int = 1, held: float = 0.0, earned: float = P) -> Bucket:
@@ -38,11 +38,11 @@ def rest(bucket: Bucket, count: int, seconds: float = 1.0, interval: int = 1) ->
 
 def test_what_is_spent_is_earned_again() -> None:
     bucket = Bucket()
-    assert bucket.allows()
-    assert not spend(bucket, 1.3).allows()
+    assert bucket.allows_writing()
+    assert not spend(bucket, 1.3).allows_writing()
     assert bucket.level_seconds == pytest.approx(P - 0.3)
-    assert not rest(bucket, 4).allows()
-    assert rest(bucket, 2).allows()
+    assert not rest(bucket, 4).allows_writing()
+    assert rest(bucket, 2).allows_writing()
 
 
 @pytest.mark.parametrize(("interval", "window"), [(1, WINDOW), (33, WINDOW), (34, 34 * INTERVALS)])
@@ -51,7 +51,7 @@ def test_what_is_saved_up_and_what_is_owed_are_bounded(interval: int, window: in
     assert bucket.level_seconds == pytest.approx(SLACK * P)
     spend(bucket, *[1.4] * 1000, interval=interval)
     assert bucket.level_seconds == pytest.approx(-P * window)
-    assert rest(bucket, window + 1, interval=interval).allows()
+    assert rest(bucket, window + 1, interval=interval).allows_writing()
 
 
 def test_noise_may_be_saved_up() -> None:
@@ -62,7 +62,7 @@ def test_noise_may_be_saved_up() -> None:
 
 
 def test_nothing_is_owed_where_nothing_may_be_spent() -> None:
-    assert spend(Bucket(), *[2.0] * 100, earned=0.0).allows()
+    assert spend(Bucket(), *[2.0] * 100, earned=0.0).allows_writing()
 
 
 def test_an_iteration_that_does_not_count_earns_and_costs_what_is_sure() -> None:
@@ -93,7 +93,7 @@ def test_what_a_loader_stalls_is_no_checkpoints_cost() -> None:
     before = bucket.level_seconds
     spend(bucket, *stalls)
     assert bucket.level_seconds > before - 0.4
-    assert not spend(Bucket(), *stalls, earned=0.03).allows()
+    assert not spend(Bucket(), *stalls, earned=0.03).allows_writing()
 
 
 def test_what_was_measured_against_another_training_is_forgiven() -> None:
@@ -114,7 +114,7 @@ def test_captures_in_between_go_on_while_a_persist_is_paid_and_end_where_they_co
             add(bucket, Iteration(100 + number, seconds, captured=True))
         return True
 
-    assert not bucket.allows()
+    assert not bucket.allows_writing()
     assert capture(1.01, 20)
     assert not capture(1.2, 20)
     assert not capture(1.0, 1)  # none until nothing is owed

@@ -173,13 +173,14 @@ def test_a_changed_rate_keeps_its_schedule(
     untouched = start(tmp_path / "a", changed, 1)
     (line,) = (line for line in told() if line.startswith("lr of"))
     assert line.startswith("lr of optimizer, group 0: the script asks for 0.0")
-    assert line.endswith(f"goes on{TAKES}")
+    assert ": keeping " in line
+    assert line.endswith(TAKES)
     assert untouched.rates[0] == start(tmp_path / "b", first, 6).rates[5]
     told()
     taken = start(tmp_path / "a", changed, 4, hyperparameters="script").rates
     (line,) = (line for line in told() if line.startswith("lr of"))
     asks = float(line.partition("asks for ")[2].partition(",")[0])
-    assert ("goes on, which the schedule has brought to" in line) == (taken[0][0] != pytest.approx(asks))
+    assert ("which the schedule has brought to" in line) == (taken[0][0] != pytest.approx(asks))
     truth = start(tmp_path / "c", changed, 10).rates[6:]
     if was[0]:
         assert taken == [pytest.approx(row, rel=1e-6) for row in truth]
@@ -228,12 +229,12 @@ def test_it_is_told_once_and_chosen_by_one_argument(
     was = of(start(tmp_path, first, 5))
     for _ in range(2):  # as long as the script asks for it
         assert of(start(tmp_path, other, 1)) == was
-        assert told() == [f"{line}{was} goes on{TAKES}"]
+        assert told() == [f"{line}keeping {was}{TAKES}"]
     run = start(tmp_path, other, 1, hyperparameters="script")
     (said,) = told()
     now = of(run)
     assert now != was
-    assert said.startswith(f"{line}{now} goes on")
+    assert said.startswith(f"{line}taking {now}")
     assert TAKES not in said
     assert of(start(tmp_path, other, 1)) == now
     assert told() == []
@@ -267,9 +268,9 @@ def test_what_a_scheduler_has_moved_stays(tmp_path: Path, told: Lines) -> None:
     run = start(tmp_path, replace(script, gamma=0.9), 1, hyperparameters="script")
     assert (run.scheduler.T_0, run.scheduler.T_i) == (4, 6)
     assert told() == [
-        "T_0 of state['scheduler']: the script asks for 4, the checkpoint was made with 3: 4 goes on",
-        "T_i of state['scheduler']: the script asks for 4, the checkpoint was made with 3: 6, which the scheduler has "
-        "come to, goes on",
+        "T_0 of state['scheduler']: the script asks for 4, the checkpoint was made with 3: taking 4",
+        "T_i of state['scheduler']: the script asks for 4, the checkpoint was made with 3: keeping 6, which the "
+        "scheduler has reached",
     ]
 
 
@@ -290,7 +291,7 @@ def test_another_seed_of_the_loader(
     samples += start(tmp_path, other, 1, hyperparameters="script").samples
     (line,) = told()
     assert line.startswith(
-        f"seed of the loader: the script asks for {now}, the checkpoint was made with {was}: {now} g"
+        f"seed of the loader: the script asks for {now}, the checkpoint was made with {was}: taking {now};"
     )
     samples += start(tmp_path, other, 23 - iterations).samples  # which finds the rest of the epoch in its order, too
     epochs = [samples[begin : begin + SAMPLES] for begin in range(0, 4 * SAMPLES, SAMPLES)]
@@ -320,7 +321,7 @@ def test_a_seed_of_torch_in_the_middle_of_an_epoch(tmp_path: Path, told: Lines) 
     samples += run.samples
     assert run.seeds == {7}
     assert told() == [
-        "seed of torch: the script asks for 7, the checkpoint was made with 1: 7 goes on, and an epoch that has begun "
+        "seed of torch: the script asks for 7, the checkpoint was made with 1: taking 7; an epoch that has begun "
         "keeps its order"
     ]
     assert sorted(samples[:SAMPLES]) == sorted(samples[SAMPLES:]) == list(range(SAMPLES))
@@ -346,8 +347,8 @@ def test_another_batch_size_goes_on_at_the_sample(choice: str, batched: bool, tm
     samples = start(tmp_path, of(4), 2).samples
     samples += start(tmp_path, of(8), 2, hyperparameters=choice).samples
     assert told() == [
-        "batch_size of the loader: the script asks for 8, the checkpoint was made with 4: 8 goes on, whatever "
-        "hyperparameters= says, from the place in the epoch"
+        "batch_size of the loader: the script asks for 8, the checkpoint was made with 4: taking 8 from this "
+        "place in the epoch, whatever hyperparameters= says"
     ]
     assert sorted(samples) == list(range(SAMPLES))
     start(tmp_path, of(8), 1)

@@ -23,8 +23,8 @@ from checkflow.core.errors import TraceError
 from checkflow.core.plan import Plan
 from checkflow.planner.live.planner import LivePlanner
 from checkflow.runtime.data.loader import DataLoader
+from checkflow.runtime.interval.algorithm import Costs
 from checkflow.runtime.interval.controller import GAP, Controller
-from checkflow.runtime.interval.policy import Costs
 from checkflow.runtime.interval.profile import NAME, Identity, ProfileCache
 from checkflow.runtime.loop import pacing
 from checkflow.runtime.persist.writer import Persisted, Writer

@@ -17,12 +17,10 @@ from typing import Any
 from unittest import mock
 
 from checkflow.core.errors import CheckflowError, MismatchError, StorageError
-from checkflow.runtime.format.manifest import FileEntry
 from checkflow.runtime.ranks import receipts, rounds
 from checkflow.runtime.ranks.chair import Chair
 from checkflow.runtime.ranks.member import Member, View
 from checkflow.runtime.ranks.records import Attempt, Costs, Receipt, Refusal, Schedule, StartReport
-from checkflow.runtime.store.parts import Part, Written
 from checkflow.runtime.ranks.rounds import Event, Rounds
 
 SILENT, START, RECEIPTS, GRACE, POLL = 3.0, 8.0, 4.0, 6.0, 0.25  # seconds
@@ -247,11 +245,10 @@ class Seat:
         part = self.rank
         if world.faults and draw.random() < 0.02:
             part = draw.randrange(world.size)  # by another mesh: something is there twice, and something not at all
-        name = f"{self.generation}-{step}-{self.rank}"
+        written = f"{self.generation}-{step}-{part}"
         failure = "disk full" if world.faults and draw.random() < 0.03 else ""
         return Receipt(
-            self.rank, world.size, self.generation, attempt, step,
-            Written(self.rank, {name: FileEntry(1, ())}, (Part("w", name, "w", "uint8", (world.size,), (part,), (1,)),)),
+            self.rank, world.size, self.generation, attempt, step, written,
             costs=Costs(persist_seconds=0.1), failure=failure,
         )  # fmt: skip
 
@@ -316,14 +313,9 @@ class Seat:
         return found is not None and bool(found.ended)
 
 
-def written(receipt: Receipt) -> Written:
-    assert receipt.written is not None
-    return receipt.written
-
-
 def covers(ordered: Sequence[Receipt]) -> None:
     """That each rank's element is there once."""
-    found = sorted(part.offsets[0] for receipt in ordered for part in written(receipt).parts)
+    found = sorted(int(receipt.written.split("-")[2]) for receipt in ordered)
     if found != list(range(len(ordered))):
         raise MismatchError(f"w is covered at {found}")
 
@@ -447,9 +439,9 @@ class World:
 
     def commit(self, seat: Seat, step: int, whole: Sequence[Receipt]) -> None:
         self.tally.committed += 1
-        names = [next(iter(written(receipt).files)).split("-") for receipt in whole]
-        covered = tuple(sorted(part.offsets[0] for receipt in whole for part in written(receipt).parts))
-        self.versions.append(Version(seat.generation, step, tuple((name[0], int(name[1])) for name in names), covered))
+        written = [receipt.written.split("-") for receipt in whole]
+        parts = tuple((generation, int(at)) for generation, at, _ in written)
+        self.versions.append(Version(seat.generation, step, parts, tuple(sorted(int(part) for _, _, part in written))))
 
     # What must hold
 

@@ -14,7 +14,6 @@ from checkflow.runtime.ranks import council as councils
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.file_meeting import FileMeeting, remove_earlier
 from checkflow.runtime.ranks.records import Attempt, Costs, Receipt, Schedule, StartReport
-from checkflow.runtime.store.parts import Written
 from tests.support.shard_tools import together
 from tests.support.waiting import wait_for
 
@@ -60,10 +59,13 @@ def seats(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     yield make
     for council in reversed(made):
         council.close()
+    wait_for(lambda: not any(council.running for council in made))
 
 
 def start(council: Council, *, job: str = "job", replica: str = "same", step: int | None = 7) -> int | None:
-    found = council.agree_start(StartReport(job, (3,)), lambda reports: step, "run of rank 0" if not council.rank else "")
+    found = council.agree_start(
+        StartReport(job, (3,)), lambda reports: step, "run of rank 0" if not council.rank else ""
+    )
     assert found.run_id == "run of rank 0"
     council.agree_restored(StartReport(job, restored=True, replicas={"weights": replica}), 30)
     return found.step
@@ -71,7 +73,7 @@ def start(council: Council, *, job: str = "job", replica: str = "same", step: in
 
 def receipt(council: Council, attempt: Attempt, /, **other: Any) -> Receipt:
     values = {"generation": council.generation, "attempt": attempt.number, "step": attempt.step}
-    values |= {"written": Written(council.rank), **other}
+    values |= other
     return Receipt(council.rank, WORLD, **values)
 
 

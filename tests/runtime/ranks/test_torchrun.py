@@ -59,9 +59,9 @@ def heard(directory: Path, ranks: range, what: str) -> list[dict[str, Any]]:
 def test_ranks_start_save_and_end_together(tmp_path: Path) -> None:
     with job(tmp_path, "end", 3) as process:
         assert process.wait() == 0
-    begun = heard(tmp_path, range(3), "begins")
-    assert len({line["generation"] for line in begun}) == 1
-    assert [line["step"] for line in heard(tmp_path, range(3), "starts")] == [3, 3, 3]
+    started = heard(tmp_path, range(3), "starts")
+    assert len({line["generation"] for line in started}) == 1
+    assert [line["step"] for line in started] == [3, 3, 3]
     for rank in range(3):
         assert [line["step"] for line in said(tmp_path, rank) if line["what"] == "saved"] == [4, 7, 10, 13, 16, 19]
     ends = heard(tmp_path, range(3), "ended")
@@ -75,6 +75,13 @@ def test_a_rank_that_dies_is_named_by_all_others(tmp_path: Path, mode: str) -> N
     with job(tmp_path, mode, 3):
         for line in heard(tmp_path, range(2), "fails"):
             assert (line["kind"], line["ranks"]) == ("MissingShardsError", [2])
+        heard(tmp_path, range(2), "ends")
+
+
+def test_waits_end_where_the_store_does_not_answer(tmp_path: Path) -> None:
+    with job(tmp_path, "agent", 2):
+        for line in heard(tmp_path, range(2), "fails"):
+            assert line["kind"] in ("MissingShardsError", "StorageError")
         heard(tmp_path, range(2), "ends")
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from checkflow.core.boxes import first_element, shares
@@ -20,6 +24,7 @@ from checkflow.runtime.snapshot.chunk_map import tensor_record
 from checkflow.runtime.state.collect import StateWalk, capture_extra
 from checkflow.runtime.state.meshes import RankView, to_held
 from checkflow.runtime.state.restore import restore, restore_rank
+from checkflow.runtime.store.files import glance
 from checkflow.runtime.store.parts import Gathered, Source, commit_ranks, folder_name, part_records, write_part
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
@@ -54,11 +59,16 @@ def save(rank: int, world_size: int, kind: str, directory: Path) -> Values:
     """Train, and save a version as the ranks of a Checkpointer will: shares, parts, receipts, one commit."""
     model, optimizer = mesh_jobs.build(kind, world_size)
     mesh_jobs.train(model, optimizer, 0 if "tp" in kind else rank, 2)
-    models, optimizers = {"model": model}, {"optimizer": optimizer}
+    return save_job(model, optimizer, view_of(kind, rank, world_size), directory)
+
+
+def save_job(model: nn.Module, optimizer: torch.optim.Optimizer | None, view: RankView, directory: Path) -> Values:
+    rank, world_size = view.rank, view.world_size
+    models: dict[str, nn.Module] = {"model": model}
+    optimizers = {} if optimizer is None else {"optimizer": optimizer}
     walk = StateWalk(models, optimizers, of_a_rank=True)
     state = walk.current()
     assert walk.current() is state
-    view = view_of(kind, rank, world_size)
     placed = view.placements(state, models, optimizers)
     records: list[TensorRecord] = []
     sources: dict[str, Source] = {}
@@ -82,7 +92,7 @@ def save(rank: int, world_size: int, kind: str, directory: Path) -> Values:
         folder = fs.open_folder(folder_name(2, "r", "a"), dir_fd=root)
         mine = f"of rank {rank}".encode() if rank else None
         image = lambda file: file_image(file, staging, BLOCK_BYTES)  # noqa: E731
-        return write_part(folder, rank, world_size, layout, image, sources, extra=mine)
+        return write_part(folder, rank, world_size, layout, image, sources, extra=mine, ties=state.ties)
 
     def gather(root: int, folder: int) -> Gathered:
         meeting.set("folder", "made")
@@ -179,8 +189,9 @@ def test_a_version_of_one_process_goes_on_as_ranks(tmp_path: Path, places: list[
 
 
 def refused(rank: int, world_size: int, path: Path) -> str:
-    model, optimizer = mesh_jobs.build("fsdp", world_size)
+    model, _ = mesh_jobs.build("fsdp", world_size)
     model.up = nn.Linear(7, 11)  # of another shape
+    optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(MismatchError) as caught:
         restore_rank(path, RankView(rank, world_size), {"model": model}, {"optimizer": optimizer}, {})
     return str(caught.value)
@@ -191,3 +202,67 @@ def test_a_mismatch_is_found_before_anything_changes(tmp_path: Path, places: lis
     path = tmp_path / "versions" / "step-00000002"
     for message in run_ranks(places[1], 2, refused, path):
         assert f"{path}: model/up.weight is float32[10, 7] in the checkpoint, float32[11, 7] in the job" in message
+
+
+# --------------------------------------------------------------------------- one rank, in this process, is enough here
+
+
+@pytest.fixture
+def alone() -> Iterator[RankView]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield RankView(0, 1, ("model",))
+    dist.destroy_process_group()
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids))  # type: ignore[no-any-return]
+
+
+def sharded(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model, torch.optim.Adam(model.parameters())
+
+
+def test_tied_parts(tmp_path: Path, alone: RankView) -> None:
+    """A tied weight is saved once; and restored untied under both names, or tied from equal values only."""
+    model, optimizer = sharded(Tied())
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    expected = save_job(model, optimizer, alone, tmp_path / "tied")
+    path = tmp_path / "tied" / "step-00000002"
+    assert set(glance(path).tensors) == set(expected)
+    other, fresh = sharded(Tied())
+    restore_rank(path, alone, {"model": other}, {"optimizer": fresh}, {})
+    assert_equal(values({"model": other}, {"optimizer": fresh}), expected)
+    # Without an optimizer, which has a parameter more, one becomes two, of which only one is sharded.
+    two = Tied(tied=False)
+    fully_shard(two.embedding, mesh=init_device_mesh("cpu", (1,)))
+    save_job(model, None, alone, tmp_path / "weights")
+    restore_rank(tmp_path / "weights" / "step-00000002", alone, {"model": two}, {}, {})
+    assert torch.equal(two.head.weight, two.embedding.weight.full_tensor())
+    untied, fresh = sharded(Tied(tied=False))
+    with pytest.raises(MismatchError, match="parameter"):
+        restore_rank(path, alone, {"model": untied}, {"optimizer": fresh}, {})
+    with torch.no_grad():
+        untied.head.weight.fill_(1)
+    save_job(untied, fresh, alone, tmp_path / "untied")
+    with pytest.raises(MismatchError, match=r"different values for model/embedding\.weight and model/head\.weight"):
+        restore_rank(tmp_path / "untied" / "step-00000002", alone, {"model": other}, {"optimizer": optimizer}, {})
+
+
+def test_tensors_that_the_job_lacks(tmp_path: Path, alone: RankView) -> None:
+    model, optimizer = sharded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    save_job(model, optimizer, alone, tmp_path)
+    less, fresh = sharded(nn.Sequential(nn.Linear(2, 3)))
+    with pytest.raises(MismatchError, match=r"the checkpoint's model/1\.\w+ is not in the job; run the job as it was"):
+        restore_rank(tmp_path / "step-00000002", alone, {"model": less}, {"optimizer": fresh}, {})
+    more, fresh = sharded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 1)))
+    with pytest.raises(MismatchError, match=r"the job's model/2\.weight is not in the checkpoint"):
+        restore_rank(tmp_path / "step-00000002", alone, {"model": more}, {"optimizer": fresh}, {})

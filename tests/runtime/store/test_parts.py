@@ -158,6 +158,20 @@ def test_a_buffer_of_another_size_is_refused(saved: dict[str, Path]) -> None:
         checkpoint.read_boxes_into([("model/weight", Box((7, 5), (0, 0), (1, 2)), memoryview(bytearray(9)))])
 
 
+def test_what_was_left_out_cannot_be_read(saved: dict[str, Path]) -> None:
+    first = Box((7, 5), (0, 0), (4, 5))
+    with open_checkpoint(saved["fsdp 2"], lambda whole: narrow_to(whole, {"model/weight": first})) as checkpoint:
+        for box in (Box((7, 5), (3, 0), (2, 5)), whole((7, 5))):
+            with pytest.raises(ValueError, match="lies in pieces that were left out"):
+                checkpoint.read_boxes_into([("model/weight", box, memoryview(bytearray(20 * box.lengths[0])))])
+        with pytest.raises(ValueError, match="lies in pieces that were left out"):
+            checkpoint.read_into("model/weight", memoryview(bytearray(140)))
+        with pytest.raises(ValueError, match="lies in pieces that were left out"):
+            checkpoint.read_many_into(
+                [("model/weight", memoryview(bytearray(140))), ("model/weight", memoryview(bytearray(140)))]
+            )
+
+
 # ----------------------------------------------------------------------------------------------- what is a rank's own
 
 

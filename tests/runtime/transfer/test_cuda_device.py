@@ -13,7 +13,7 @@ import torch
 
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.transfer.cuda_device import CudaDevice
-from checkflow.runtime.transfer.cudart import HOST_POINTERS, Runtime
+from checkflow.runtime.transfer.cudart import HOST_POINTERS, CudaRuntime
 from checkflow.runtime.transfer.engine import Transfer
 from tests.runtime.transfer.test_cudart import Library
 
@@ -66,7 +66,7 @@ class Host:
     """Twelve bytes at each end, and a device over a stand-in for the runtime."""
 
     def __init__(self, device: CudaDevice, library: Library) -> None:
-        device._runtime, device._locked, device._merges = Runtime(library), {}, True
+        device._runtime, device._locked, device._merges = CudaRuntime(library), {}, True
         device.side = STREAM
         device._batched = device._runtime.attribute(HOST_POINTERS, 0) == 1
         self.source = ctypes.create_string_buffer(b"abcdefghijkl", 12)

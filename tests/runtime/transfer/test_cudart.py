@@ -19,7 +19,7 @@ from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.system import numa
 from checkflow.runtime.transfer import cudart
-from checkflow.runtime.transfer.cudart import Copies, Runtime, load_runtime, loaded_runtimes
+from checkflow.runtime.transfer.cudart import Copies, CudaRuntime, load_runtime, loaded_runtimes
 from checkflow.runtime.transfer.engine import Transfer
 
 POINTERS, SIZES = POINTER(c_void_p), POINTER(c_size_t)
@@ -114,7 +114,7 @@ class Three:
         self.target = ctypes.create_string_buffer(12)
         one, other = ctypes.addressof(self.source), ctypes.addressof(self.target)
         self.transfers = [Transfer(one + at, other + at, 4) for at in (8, 0, 4)]
-        self.copies = Copies(self.transfers, at_once=True, batched=True)
+        self.copies = Copies(self.transfers, asynchronous=True, batched=True)
 
     @property
     def made(self) -> bool:
@@ -124,7 +124,7 @@ class Three:
 @pytest.mark.parametrize("version", [12_080, 12_090, 13_000, 13_010])
 def test_copies_are_one_call_where_the_runtime_has_it(version: int) -> None:
     library, three = Library(version), Three()
-    runtime = Runtime(library)
+    runtime = CudaRuntime(library)
     runtime.copy(three.copies, 77)
     assert three.made
     assert library.calls == [("batch", [4, 4, 4], 77)]
@@ -136,7 +136,7 @@ def test_copies_are_one_call_where_the_runtime_has_it(version: int) -> None:
 def test_one_by_one_where_it_has_it_not_and_on_the_legacy_stream() -> None:
     for version, stream in ((12_060, 77), (13_000, 0), (13_000, 1)):
         library, three = Library(version), Three()
-        Runtime(library).copy(three.copies, stream)
+        CudaRuntime(library).copy(three.copies, stream)
         assert three.made
         assert library.calls == [("copy", 4, stream or None)] * 3
 
@@ -145,36 +145,36 @@ def test_a_call_takes_no_more_than_drivers_bear(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cudart, "MOST_TOGETHER", 2)
     for count, sizes in ((2, [[4, 4]]), (3, [[4, 4], [4]])):
         library, three = Library(13_000), Three()
-        Runtime(library).copy(Copies(three.transfers[:count], at_once=True, batched=True), 77)
+        CudaRuntime(library).copy(Copies(three.transfers[:count], asynchronous=True, batched=True), 77)
         assert library.calls == [("batch", part, 77) for part in sizes]
     library, three = Library(13_000), Three()
-    Runtime(library).copy(Copies(three.transfers[:1], at_once=True, batched=True), 77)
+    CudaRuntime(library).copy(Copies(three.transfers[:1], asynchronous=True, batched=True), 77)
     assert library.calls == [("copy", 4, 77)], "one by itself is no batch"
 
 
 def test_no_batch_where_it_may_fault_or_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     three, library = Three(), Library(13_000)
-    for at_once, batched in ((False, True), (True, False)):
-        Runtime(library).copy(Copies(three.transfers, at_once=at_once, batched=batched), 77)
+    for asynchronous, batched in ((False, True), (True, False)):
+        CudaRuntime(library).copy(Copies(three.transfers, asynchronous=asynchronous, batched=batched), 77)
     monkeypatch.setenv("CHECKFLOW_BATCH_COPIES", "0")
-    Runtime(library).copy(three.copies, 77)
+    CudaRuntime(library).copy(three.copies, 77)
     assert library.calls == [("copy", 4, 77)] * 9
     monkeypatch.setenv("CHECKFLOW_BATCH_COPIES", "1")
-    assert Runtime(library).batches
+    assert CudaRuntime(library).batches
 
 
 def test_other_threads_run_only_during_copies_that_may_last() -> None:
     letting_go, holding, three = Library(12_060), Library(12_060), Three()
-    runtime = Runtime(letting_go, holding)
+    runtime = CudaRuntime(letting_go, holding)
     runtime.copy(three.copies, 77)
     assert (len(letting_go.calls), len(holding.calls)) == (0, 3)
-    runtime.copy(Copies(three.transfers, at_once=False, batched=True), 77)
+    runtime.copy(Copies(three.transfers, asynchronous=False, batched=True), 77)
     assert (len(letting_go.calls), len(holding.calls)) == (3, 3)
 
 
 def test_what_a_device_can_and_whether_a_stream_is_captured() -> None:
     library = Library(13_000)
-    runtime = Runtime(library)
+    runtime = CudaRuntime(library)
     library.attributes[91] = 0
     assert [runtime.attribute(number, 0) for number in (88, 91, 99)] == [0, 0, 1]
     library.captured = {5: 1, 6: 2, 0: 906}
@@ -188,7 +188,7 @@ def test_what_a_device_can_and_whether_a_stream_is_captured() -> None:
 def test_a_driver_that_has_it_not_is_asked_once() -> None:
     for code in (36, 801, 1):
         library, three = Library(13_000, code), Three()
-        runtime = Runtime(library)
+        runtime = CudaRuntime(library)
         for _ in range(2):
             runtime.copy(three.copies, 77)
         assert three.made
@@ -198,13 +198,13 @@ def test_a_driver_that_has_it_not_is_asked_once() -> None:
 
 def test_an_error_is_raised_with_its_message_and_taken_back() -> None:
     library, three = Library(12_060), Three()
-    runtime = Runtime(library)
+    runtime = CudaRuntime(library)
     library.code = 700
     with pytest.raises(CheckflowError, match=r"CUDA: out of order \(error 700\)"):
         runtime.copy(three.copies, 77)
     assert library.calls == [("copy", 4, 77), ("taken back",)]
     failing = Library(13_000, 700)
-    runtime = Runtime(failing)
+    runtime = CudaRuntime(failing)
     failing.cudaMemcpyAsync = failing._function(lambda *_: 700, c_void_p, c_void_p, c_size_t, c_int, c_void_p)
     with pytest.raises(CheckflowError, match="error 700"):
         runtime.copy(three.copies, 77)
@@ -215,12 +215,12 @@ def test_a_stream_of_one_s_own() -> None:
     library.cudaStreamCreateWithFlags = library._function(
         lambda place, flags: library._put(place, 4711) if flags == 1 else 1, POINTERS, c_uint
     )
-    assert Runtime(library).make_stream() == 4711
+    assert CudaRuntime(library).make_stream() == 4711
 
 
 def test_memory_is_registered_for_every_context_and_a_thread_s_mode_restored() -> None:
     library = Library(13_000)
-    runtime = Runtime(library)
+    runtime = CudaRuntime(library)
     runtime.register(4096, 8192)
     runtime.unregister(4096)
     assert library.calls == [("register", 4096, 8192, 1), ("unregister", 4096)]

@@ -2,7 +2,7 @@
 
 ``council_job.py DIRECTORY MODE``: in ``DIRECTORY/log-<rank>`` a line of JSON for each thing that has happened. MODE:
 "end": rank 1 asks for the end after a while; "kill", "stop": the last rank is killed or stopped at step 4, before its
-receipt; "refuse": rank 1 refuses to start.
+receipt; "agent": likewise torchrun's agent, which has the store, is stopped; "refuse": rank 1 refuses to start.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ import torch
 import torch.distributed as dist
 
 from checkflow.core.errors import CheckflowError, LockedError
-from checkflow.runtime.ranks import receipts
+from checkflow.runtime.ranks import joining, receipts
 from checkflow.runtime.ranks.identity import find_identity
-from checkflow.runtime.ranks.joining import join
 from checkflow.runtime.ranks.records import Receipt, StartReport
-from checkflow.runtime.store.parts import Written
 
 LAST_STEP = 5000
 
 
 def main(directory: Path, mode: str) -> None:
     torch.set_num_threads(1)
-    receipts.LEAST_WAIT_SECONDS = 2.0
+    receipts.LEAST_WAIT_SECONDS, joining.ANSWER_SECONDS = 2.0, 2.0
     dist.init_process_group("gloo")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when a rank has died: what it would see is asked here
     identity = find_identity()
@@ -41,8 +39,8 @@ def main(directory: Path, mode: str) -> None:
     def tell(what: str, **more: Any) -> None:
         log.write(json.dumps({"what": what, "time": time.monotonic(), **more}) + "\n")
 
-    tell("begins", pid=os.getpid(), generation=identity.generation, node=identity.node)
-    council = join(identity, directory, silent_seconds=3.0, start_seconds=30.0)
+    tell("begins", pid=os.getpid(), launch=identity.launch)
+    council = joining.join(identity, directory, silent_seconds=3.0, start_seconds=30.0)
     try:
         if mode == "refuse" and rank == 1:
             error = LockedError("the directory is locked by process 1")
@@ -50,7 +48,7 @@ def main(directory: Path, mode: str) -> None:
             raise error
         step = council.agree_start(StartReport("job"), lambda reports: len(reports)).step or 0
         council.agree_restored(StartReport("job", restored=True), 30)
-        tell("starts", step=step)
+        tell("starts", step=step, generation=council.generation)
         train(council, rank, world_size, step, mode, tell)
     except CheckflowError as error:
         tell("fails", kind=type(error).__name__, message=str(error), ranks=getattr(error, "ranks", []))
@@ -68,6 +66,8 @@ def train(council: Any, rank: int, world_size: int, step: int, mode: str, tell: 
         if mode in ("kill", "stop") and step == 4 and rank == world_size - 1:
             tell("goes")
             os.kill(os.getpid(), signal.SIGKILL if mode == "kill" else signal.SIGSTOP)
+        if mode == "agent" and step == 4 and rank == 0:
+            os.kill(os.getppid(), signal.SIGSTOP)
         view = council.note_boundary(step)
         if view.stops_at(step):
             if council.await_end(step, captured=True, wait_seconds=30):
@@ -85,7 +85,7 @@ def train(council: Any, rank: int, world_size: int, step: int, mode: str, tell: 
 def save(council: Any, rank: int, world_size: int, step: int, number: int) -> int:
     """What the writers' threads do, here on the main one."""
     attempt = council.open_attempt(step) if rank == 0 else council.await_attempt(step, 10, after=number)
-    council.post_receipt(Receipt(rank, world_size, council.generation, attempt.number, step, Written(rank)))
+    council.post_receipt(Receipt(rank, world_size, council.generation, attempt.number, step))
     if rank:
         council.await_verdict(attempt, 10)
         return int(attempt.number)

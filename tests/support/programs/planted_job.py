@@ -22,7 +22,7 @@ from checkflow.core import run_report
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.format.manifest import EXTRA, MANIFEST
 from checkflow.runtime.interval import profile
-from checkflow.runtime.interval.policy import Costs
+from checkflow.runtime.interval.algorithm import Costs
 from checkflow.runtime.live_plan.cache import FOLDER
 from checkflow.runtime.memory_tier.records import MARK
 from checkflow.runtime.shards import rendezvous

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from checkflow.core.errors import CheckflowError
 from checkflow.core.units import parse_seconds
-from checkflow.runtime.interval.policy import (
+from checkflow.runtime.interval.algorithm import (
     CheckFreqProfile,
     Choice,
     Costs,
