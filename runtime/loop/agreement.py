@@ -32,6 +32,11 @@ class Agreement:
         self._ends_by: float | None = None  # time.monotonic
 
     @property
+    def ahead(self) -> int:
+        """By how many iterations rank 0 decides before a boundary."""
+        return 0 if self._by_number else self._council.overview.lead
+
+    @property
     def world_size(self) -> int:
         return self._council.world_size
 
@@ -52,15 +57,14 @@ class Agreement:
         """Whether all ranks capture this boundary.
 
         Args:
-            wanted: what rank 0 would do if it were alone. It decides some iterations ahead, so that all ranks learn of
-                it in time.
+            wanted: whether rank 0 wants the boundary that is ``ahead`` of this one.
         """
         if self._by_number:
             return wanted
         if not self.leads:
             return self._view.schedule.is_due(step)
         if wanted and (not self._scheduled or self._scheduled[-1] < step):
-            self._scheduled.append(step + self._council.overview.lead)
+            self._scheduled.append(step + self.ahead)
             self._council.schedule(Schedule(tuple(self._scheduled), self._scheduled[-1]))
         return step in self._scheduled
 

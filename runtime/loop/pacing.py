@@ -205,7 +205,8 @@ class Pace:
         place = self._place
         early = place.plan is None and self._seen < UNDISTURBED and clock() - self._last < WORTH_SECONDS
         asked = self._asked.every is not None or self._asked.every_seconds is not None
-        due = (asked or not early) and self.controller.is_due(number)
+        ahead = 0 if self._agreement is None else self._agreement.ahead
+        due = (asked or not early) and self.controller.is_due(number + ahead)
         if self._agreement is not None:
             due = self._agreement.is_due(number, wanted=due)
         self._regular = due

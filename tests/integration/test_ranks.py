@@ -105,3 +105,21 @@ def test_the_others_end_when_a_rank_is_killed(tmp_path: Path, victim: int) -> No
         assert checkpoint.step >= known
     resumed = run_job(tmp_path / "again", 3, tmp_path / "all", "ddp", 1)
     assert resumed.last(0, "begins")["step"] >= known
+
+
+@pytest.mark.parametrize("every", ["auto", "0.3s"])
+def test_rank_0_decides_which_boundaries_all_ranks_save(tmp_path: Path, every: str) -> None:
+    """Where no number says it, and no epoch ends."""
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", "ddp", 30, loop="steps", every=every, pause=0.01)
+    ends = [job.last(rank, "ended") for rank in range(2)]
+    assert [(end["durable"], end["failed"]) for end in ends] == [(180, 0)] * 2
+    assert ends[0]["committed"] > 2
+
+
+def test_evaluation_leaves_whole_parameters_that_are_saved_in_parts(tmp_path: Path) -> None:
+    """FSDP2 keeps them after a forward pass that no backward pass has followed."""
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", "fsdp", 1, evaluate=1)
+    assert job.last(0, "ended")["failed"] == 0
+    with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
+        own = {name for name in checkpoint.manifest.tensors if name.startswith("rank-own/1/")}
+        assert own == {f"rank-own/1/model/2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}

@@ -1,7 +1,8 @@
 """A job of several ranks under torchrun: DDP, FSDP2, HSDP or tensor parallel. Its digest at the end is of all state.
 
 ``ranks_job.py DIRECTORY KIND EPOCHS [OPTION=VALUE ...]`` appends JSON lines to ``log-<rank>`` in the working directory.
-Options: every, also of one rank (rank1_every) ("auto" for none), pause (seconds an iteration), grace_seconds.
+Options: loop=steps (without a loader), evaluate=1 (after each step), every ("auto" for none), rank1_every (one rank's),
+pause (seconds an iteration), grace_seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,16 @@ def digest_of(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
+def batches(checkpointer: checkflow.Checkpointer, loader: Any, epochs: int) -> Iterator[Any]:
+    """With a loader by epochs, otherwise by steps."""
+    if loader is None:
+        for step in checkpointer.steps(6 * epochs):
+            yield tuple(torch.stack(one) for one in zip(*(Data()[(step + i) % 48] for i in range(4)), strict=True))
+        return
+    for _ in checkpointer.epochs(epochs):
+        yield from checkpointer.loader
+
+
 def main() -> None:
     directory, kind, epochs, *rest = sys.argv[1:]
     options = dict(one.split("=", 1) for one in rest)
@@ -102,7 +114,9 @@ def main() -> None:
     torch.manual_seed(100 if kind == "tp" else 100 + rank)  # ranks of one tensor-parallel group drop alike
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     share = {"rank": 0, "world_size": 1} if kind == "tp" else {}
-    loader = checkflow.DataLoader(Data(), batch_size=4, shuffle=True, seed=5, **share)
+    loader = None
+    if options.get("loop") != "steps":
+        loader = checkflow.DataLoader(Data(), batch_size=4, shuffle=True, seed=5, **share)
     every: Any = options.get(f"rank{rank}_every") or options.get("every", "1")
     logging.getLogger("checkflow").setLevel(logging.INFO)
     begun = time.monotonic()
@@ -118,14 +132,18 @@ def main() -> None:
     tell("begins", step=checkpointer.resumed_from)
     try:
         with checkpointer:
-            for _ in checkpointer.epochs(int(epochs)):
-                for batch, target in checkpointer.loader:
-                    optimizer.zero_grad()
-                    loss = nn.functional.mse_loss(model(batch), target)
-                    loss.backward()
-                    optimizer.step()
-                    tell("stepped", step=checkpointer.iteration + 1, durable=checkpointer.durable_step)
-                    time.sleep(float(options.get("pause", "0")))
+            for batch, target in batches(checkpointer, loader, int(epochs)):
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(batch), target)
+                loss.backward()
+                optimizer.step()
+                if "evaluate" in options:
+                    model.eval()
+                    with torch.no_grad():
+                        model(batch)
+                    model.train()
+                tell("stepped", step=checkpointer.iteration + 1, durable=checkpointer.durable_step)
+                time.sleep(float(options.get("pause", "0")))
     except BaseException as error:
         report = checkpointer.report()
         tell("raised", kind=type(error).__name__, message=str(error), step=checkpointer.iteration,
