@@ -68,7 +68,7 @@ class RankStart:
             )  # fmt: skip
         except BaseException as error:
             if isinstance(error, CorruptCheckpointError):
-                self._set_aside(path)
+                self._set_aside()
             if begun:
                 half_restored.mark(job.models, job.optimizers)
                 if isinstance(error, CheckflowError):
@@ -89,12 +89,17 @@ class RankStart:
     def agree(self, job: Job) -> None:
         """All ranks have restored, and hold the same where they must. Raises what another rank refused with."""
         report = dataclasses.replace(self.report, restored=True, replicas=replica_digests(job, self.view))
-        self.council.agree_restored(report, RESTORE_SECONDS)
+        try:
+            self.council.agree_restored(report, RESTORE_SECONDS)
+        except CorruptCheckpointError:  # where another rank has read
+            self._set_aside()
+            raise
 
-    def _set_aside(self, path: Path) -> None:
-        """Rank 0: if a version is damaged, the next start takes an older one."""
-        if not isinstance(self.store, Store):
+    def _set_aside(self) -> None:
+        """Rank 0: if the version is damaged, the next start takes an older one."""
+        if self.step is None or not isinstance(self.store, Store):
             return
+        path = self.store.directory / step_name(self.step)
         try:
             open_verified(path, self.store.trust).close()
         except CorruptCheckpointError as error:

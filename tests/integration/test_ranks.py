@@ -123,3 +123,17 @@ def test_evaluation_leaves_whole_parameters_that_are_saved_in_parts(tmp_path: Pa
     with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
         own = {name for name in checkpoint.manifest.tensors if name.startswith("rank-own/1/")}
         assert own == {f"rank-own/1/model/2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_that_is_damaged_ends_the_start_on_all_ranks(tmp_path: Path, rank: int) -> None:
+    """The next start takes the checkpoint before it."""
+    directory, folder = tmp_path / "all", numbered(tmp_path)
+    steps = [run_job(folder(), 2, directory, "fsdp", epochs).last(0, "ended")["step"] for epochs in (1, 2)]
+    path = find(directory)[0] / f"model-0000{rank}-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    refused = run_job(folder(), 2, directory, "fsdp", 3)
+    assert [refused.last(one, "refuses")["kind"] for one in range(2)] == ["CorruptCheckpointError"] * 2
+    assert run_job(folder(), 2, directory, "fsdp", 3).last(1, "begins")["step"] == steps[1] - 1 >= steps[0]
