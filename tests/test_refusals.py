@@ -302,7 +302,7 @@ def test_state_of_a_rank_that_has_no_definite_place() -> None:
         refused(flat, mesh, [_StridedShard(0, split_factor=3), Replicate()], "odd .*whose parts are no boxes")
         refused(torch.zeros(3), mesh, [Shard(0), Replicate()], r"odd has \[3\] on rank 0, where .*give \[2\]", **whole)
         refused(torch.zeros(0), elsewhere, [Replicate()], "odd lies on a mesh that rank 0 is not part of")
-        refused(TwoTensor(flat, flat.clone()), mesh, [Replicate()] * 2, "odd is a DTensor of parts")
+        refused(TwoTensor(flat, flat.clone()), mesh, [Replicate()] * 2, "odd.a is a DTensor of parts")
         flattened = nn.Sequential(FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu")))
         assert_refused(lambda: place(flattened), UnsupportedError, "FullyShardedDataParallel")
     finally:

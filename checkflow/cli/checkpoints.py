@@ -97,6 +97,7 @@ def export(
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="for safetensors: which of several models")
     ] = None,
+    flat: Annotated[bool, typer.Option("--flat", help="for DCP: names without a prefix, as torchtitan saves")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace an existing file or folder")] = False,
 ) -> None:
     """Write a checkpoint as other tools read it, with every checksum verified.
@@ -111,8 +112,10 @@ def export(
     chosen = exporter.format_of(output) if form is None else form.value
     if chosen is None:
         raise typer.BadParameter(f"{output} does not say in which format to write: pass --format")
+    if flat and chosen != "dcp":
+        raise typer.BadParameter(f"--flat is for a folder of DCP, and {output} is for {chosen}")
     with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
-        exporter.export(checkpoint, output, chosen, model=model, replace=force)
+        exporter.export(checkpoint, output, chosen, model=model, replace=force, flat=flat)
     print_line(f"{checkpoint.path} written to {output}")
 
 

@@ -6,7 +6,7 @@ The caller holds the lock of ``root``, a descriptor of it. Nothing follows a lin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from checkflow.runtime.format.layout import OWNER
 from checkflow.runtime.format.manifest import MANIFEST
@@ -33,12 +33,20 @@ def is_leftover(name: str) -> bool:
     return _LEFTOVER.fullmatch(name) is not None
 
 
-def settle(root: int, void: set[str], sync: Callable[[int], None], warn: Warn, waits: Waits) -> None:
+def settle(
+    root: int,
+    void: set[str],
+    sync: Callable[[int], None],
+    warn: Warn,
+    waits: Waits,
+    spare: Collection[str] = (),
+) -> None:
     """Finish what dead runs, or failed commits of this one, left half done; ``warn`` of what cannot be removed.
 
     Args:
         void: checkpoints whose names are not durable: they are removed, and taken out of this set.
         sync: makes the names in ``root`` durable.
+        spare: half written, and still needed.
     """
     for name in sorted(void):
         if fs.exists(name, dir_fd=root):
@@ -50,7 +58,7 @@ def settle(root: int, void: set[str], sync: Callable[[int], None], warn: Warn, w
         final = name.removeprefix(REPLACED)
         if name.startswith(REPLACED) and parse_step(final) is not None and final not in present:
             fs.rename(name, final, dir_fd=root)
-        elif is_leftover(name):
+        elif is_leftover(name) and name not in spare:
             leftovers.append(name)
     if leftovers:
         # What replaces a leftover must be durable before the leftover goes.

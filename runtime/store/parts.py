@@ -5,9 +5,10 @@ How ranks meet and wait is the callers' business. What passes between them is :c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from checkflow.core.graph import STRICT, Many, Named
 from checkflow.runtime.format import manifest
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord
 from checkflow.runtime.format.manifest import FileEntry, FileName, Manifest, Piece, Size, TensorEntry
-from checkflow.runtime.store.cleanup import temporary_name
+from checkflow.runtime.store.cleanup import remove, temporary_name
 from checkflow.runtime.store.file_writer import Image, write_file, write_files
 from checkflow.runtime.store.store import Store, sync_folder
 from checkflow.runtime.system import fs
@@ -93,6 +94,40 @@ def folder_name(step: int, run_id: str, attempt: str) -> str:
 def record_name(name: str, box: Box) -> str:
     """The name of a part in a rank's layout, and so its key in the file: ``model/weight[0:4,0:8]``."""
     return name if box.is_whole else f"{name}{box}"
+
+
+@contextlib.contextmanager
+def folder_aside(directory: Path, step: int, owner: str) -> Iterator[tuple[str, int]]:
+    """A new directory for one rank's files, its name and a descriptor, where the attempt's is made later. It is removed
+    after an error, and else by :func:`take_in`, or as a leftover by the next store that is opened without it.
+
+    Args:
+        directory: the store's.
+        owner: another one each time, of letters, digits, ``_``, ``.``, ``-``.
+    """
+    with fs.folder(str(directory.resolve(strict=True))) as root:
+        name = temporary_name(step, owner)
+        fs.mkdir(name, dir_fd=root)
+        try:
+            with fs.folder(name, dir_fd=root) as folder:
+                yield name, folder
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                remove(name, dir_fd=root)
+            raise
+
+
+def take_in(root: int, folder: int, name: str, written: Written) -> None:
+    """Move a rank's files from its :func:`folder_aside` into the attempt's directory."""
+    try:
+        with fs.folder(name, dir_fd=root) as aside:
+            for file in written.files:
+                fs.move(file, old_dir_fd=aside, dir_fd=folder)
+        fs.rmdir(name, dir_fd=root)
+    except FileNotFoundError:
+        raise StorageError(
+            f"what rank {written.rank} wrote is gone: another job saves to this directory, or not all ranks see it"
+        ) from None
 
 
 def write_part(

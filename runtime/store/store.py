@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,6 +50,7 @@ class Store:
         keep_latest, keep_epochs, keep_every, keep_best, monitor, mode: see :class:`.retention.Rules`.
         lock_wait_seconds: how long to wait for another writer to end.
         trust: whose files are read, beside root's and this user's: a group's name, or "anyone"; see :mod:`.trust`.
+        spare: directories that ranks have made by :func:`.parts.folder_aside` for the next commit.
 
     Raises:
         LockedError: another process writes here.
@@ -70,6 +72,7 @@ class Store:
         mode: Mode = "min",
         lock_wait_seconds: float = 5.0,
         trust: str | None = None,
+        spare: Collection[str] = (),
     ) -> None:
         if not OWNER.fullmatch(run_id):
             raise ValueError(f"a run id is 1 to 100 letters, digits, '_', '.' and '-', not {run_id!r}")
@@ -79,6 +82,7 @@ class Store:
         self._mutex = threading.RLock()  # garbage collection may close a dropped job anywhere
         self._known: dict[int, Known] = {}  # complete checkpoints, by step
         self._left_alone: set[int] = set()  # steps of incomplete or unreadable checkpoints, logged once
+        self._spare = frozenset(spare)
         self._void: set[str] = set()  # published but not durable, to be removed
         self._went_on_from: int | None = None  # retention has not run since
         self._root: int | None = None
@@ -101,9 +105,7 @@ class Store:
                 # Make durable what an earlier run renamed but did not sync.
                 self._sync_folder(self._root)
             if (kind := fs.file_system(self.directory)[0]) in _VOLATILE:
-                logger.warning(
-                    "%s lies on %s: its checkpoints do not outlive this machine or container", self.directory, kind
-                )
+                _warn_volatile(self.directory, kind)
         except BaseException:
             self.close()
             raise
@@ -377,7 +379,9 @@ class Store:
         cleanup.remove_quietly(root, name, self._warn_left, self._waits_for_reader)
 
     def _settle(self) -> None:
-        cleanup.settle(self._open_root(), self._void, self._sync_folder, self._warn_left, self._waits_for_reader)
+        cleanup.settle(
+            self._open_root(), self._void, self._sync_folder, self._warn_left, self._waits_for_reader, self._spare
+        )
 
     def _waits_for_reader(self, name: str) -> bool:
         """Whether to leave what a reader holds for a later time."""
@@ -437,6 +441,11 @@ class Store:
                 "the file system of %s cannot sync directories: a power cut may lose the newest checkpoint",
                 self.directory,
             )
+
+
+@functools.cache  # once: some jobs open a store for each checkpoint
+def _warn_volatile(directory: Path, kind: str) -> None:
+    logger.warning("%s lies on %s: its checkpoints do not outlive this machine or container", directory, kind)
 
 
 def sync_folder(fd: int) -> bool:

@@ -259,6 +259,11 @@ def rename(old: str, new: str, *, dir_fd: int) -> None:
     os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
 
+def move(name: str, *, old_dir_fd: int, dir_fd: int) -> None:
+    """Rename to the same name in another directory."""
+    os.rename(name, name, src_dir_fd=old_dir_fd, dst_dir_fd=dir_fd)
+
+
 def link(name: str, *, old_dir_fd: int, dir_fd: int) -> None:
     """Link an existing file under the same name in another directory."""
     os.link(name, name, src_dir_fd=old_dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)

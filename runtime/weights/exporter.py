@@ -19,6 +19,7 @@ from checkflow.runtime.format import codec
 from checkflow.runtime.store.filling import fill_all
 from checkflow.runtime.store.reader import Checkpoint
 
+DCP = "dcp"  # what versions of checkflow.integrations.dcp have under this owner and key
 Format = Literal["torch", "safetensors", "dcp"]
 _SUFFIXES: Mapping[str, Format] = {
     ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch", ".safetensors": "safetensors", "": "dcp",
@@ -37,7 +38,7 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Each model's and optimizer's ``state_dict()`` by name ("model" and "optimizer" for one of each); ``"state"``: those
     of the job's further objects by name; ``"iteration"``, ``"epoch"``; ``"parameters"``: values of parameters that
-    belong to no model, if any.
+    belong to no model, if any. Of a version that ``dcp.save`` made: what it was given.
 
     Raises:
         UnsupportedError: an optimizer's state is part of a tensor subclass, which only its job can rebuild; or the
@@ -45,16 +46,14 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
         CorruptCheckpointError, StorageError: it is damaged, or cannot be read.
     """
     extra = codec.decode(checkpoint.extra_bytes)
+    if isinstance(extra, dict) and DCP in extra:
+        return _nested(checkpoint, extra[DCP])
     if not isinstance(extra, dict) or "job" not in extra:
         raise UnsupportedError(
             f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/how-to/shards.md)"
         )
     job = extra["job"]
-    tensors = {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
-        for name, entry in checkpoint.tensors.items()
-    }
-    fill_all(checkpoint, [(name, tensor, None) for name, tensor in tensors.items()])
+    tensors = _read_all(checkpoint)
     tensors |= {name: tensors[of] for name, of in checkpoint.ties}
     optimizers = job["optimizers"]
     found: dict[str, Any] = {}
@@ -71,6 +70,24 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
         found[owner] = optimizer_state(owner, saved, own, parameters)
     found |= {"state": job["objects"], "iteration": extra["iteration"], "epoch": extra["epoch"]}
     return found | ({"parameters": parameters} if parameters else {})
+
+
+def _read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    tensors = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        for name, entry in checkpoint.tensors.items()
+    }
+    fill_all(checkpoint, [(name, tensor, None) for name, tensor in tensors.items()])
+    return tensors
+
+
+def _nested(checkpoint: Checkpoint, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict that was given to ``dcp.save``."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    tensors = {name.removeprefix(f"{DCP}/"): tensor for name, tensor in _read_all(checkpoint).items()}
+    flat = {**tensors, **saved["values"]}
+    return unflatten_state_dict(flat, saved["paths"]) if saved["paths"] is not None else flat
 
 
 def optimizer_state(
@@ -109,8 +126,41 @@ def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:
     return path
 
 
+def flat_state(checkpoint: Checkpoint, found: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`state_dicts` under the names that torchtitan saves: those of models' keys without a prefix, and of
+    optimizers ``<optimizer>.state.<parameter>.exp_avg``, ``<optimizer>.param_groups.<parameter>.lr``.
+
+    Raises MismatchError if two models have a name in common.
+    """
+    extra = codec.decode(checkpoint.extra_bytes)
+    if DCP in extra:  # has the names that its job chose
+        return dict(found)
+    optimizers = extra["job"]["optimizers"]
+    models = {name.partition("/")[0] for name in checkpoint.tensors} - optimizers.keys()
+    flat = {name: value for name, value in found.items() if name not in models}
+    for owner, saved in optimizers.items():
+        state = dict(found[owner]["state"])
+        names = list(dict.fromkeys(name for group in saved["groups"] for name in group["params"]))
+        mine = {f"state.{name}.{key}": v for n, name in enumerate(names) for key, v in state.pop(n, {}).items()}
+        for group in saved["groups"]:
+            options = {key: value for key, value in group.items() if key != "params"}
+            mine |= {f"param_groups.{name}.{key}": v for name in group["params"] for key, v in options.items()}
+        flat[owner] = {**mine, **{f"state.{key}": value for key, value in state.items()}}
+    for owner in sorted(models):
+        if taken := flat.keys() & found[owner].keys():
+            raise MismatchError(f"{min(taken)!r} would be there twice without the prefix {owner!r}: leave out --flat")
+        flat |= found[owner]
+    return flat
+
+
 def export(
-    checkpoint: Checkpoint, target: Path, form: Format, *, model: str | None = None, replace: bool = False
+    checkpoint: Checkpoint,
+    target: Path,
+    form: Format,
+    *,
+    model: str | None = None,
+    replace: bool = False,
+    flat: bool = False,
 ) -> None:
     """Write a checkpoint in another format, whole or not at all. Raises MismatchError if the model is unclear,
     StorageError if the target exists.
@@ -121,6 +171,7 @@ def export(
             :func:`state_dicts` as a folder of ``torch.distributed.checkpoint``.
         model: which, for safetensors; None: the only one.
         replace: whether to replace an existing target.
+        flat: for "dcp": the names of :func:`flat_state`.
     """
     if target.exists() and not replace:
         raise StorageError(f"{target} exists already: pass --force to replace it")
@@ -128,7 +179,7 @@ def export(
     writers: Mapping[Format, Callable[[Path], None]] = {
         "torch": lambda path: torch.save(found, path),
         "safetensors": lambda path: _save_model(checkpoint, found, model, path),
-        "dcp": lambda path: _save_distributed(found, path),
+        "dcp": lambda path: _save_distributed(flat_state(checkpoint, found) if flat else found, path),
     }
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -152,7 +203,10 @@ def export(
 
 def _save_model(checkpoint: Checkpoint, found: Mapping[str, Any], model: str | None, path: Path) -> None:
     owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors)
-    models = [name for name in owners if "param_groups" not in found[name]]
+    named = [name for name, value in found.items() if isinstance(value, Mapping)] if DCP in owners else [*owners]
+    models = [name for name in named if "param_groups" not in found[name] and _holds_tensors(found[name])]
+    if not models:
+        raise MismatchError(f"{checkpoint.path} holds no model under a name of its own")
     if model is None and len(models) != 1:
         raise MismatchError(f"the checkpoint has the models {', '.join(models)}: pass --model")
     if model is not None and model not in models:
@@ -167,6 +221,10 @@ def _save_model(checkpoint: Checkpoint, found: Mapping[str, Any], model: str | N
     mode = stat.S_IMODE(path.stat().st_mode)  # the umask's: safetensors makes files for their owner alone
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
     path.chmod(mode)
+
+
+def _holds_tensors(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 def _save_distributed(found: Mapping[str, Any], path: Path) -> None:

@@ -40,7 +40,7 @@ from checkflow.cli import main, planning
 from checkflow.planner.ilp import solvers
 from tests.planner.ilp.test_solvers import hard
 
-def plan(subject, device, request, granularity):
+def plan(subject, device, request, granularity, ranks=None):
     Path("asked").touch()
     return solvers.solve(hard(), request["solver"], request["time_limit_seconds"])
 
@@ -60,7 +60,7 @@ from pathlib import Path
 from checkflow.cli import main, planning
 from checkflow.demo import kills
 
-def plan(subject, device, request, granularity):
+def plan(subject, device, request, granularity, ranks=None):
     training = kills.Run(Path("."), "run", 3, 0, None)
     training._command = [sys.executable, "-c", "import time; time.sleep(600)"]
     Path("asked").touch()
@@ -82,7 +82,7 @@ class Deaf:
     def __del__(self):
         time.sleep(600)
 
-def plan(subject, device, request, granularity):
+def plan(subject, device, request, granularity, ranks=None):
     Path("asked").touch()
     try:
         if request["solver"] == "gurobi":

@@ -343,7 +343,7 @@ def test_what_follows_the_last_boundary_is_not_saved_as_its_state(
             job._loop.execution.finish()
         model.load_state_dict(best)
     assert begun == check(tmp_path, truths) == [3]
-    assert "changed after step 5" in caplog.text
+    assert "step 5 is not saved: the state was changed after it" in caplog.text
 
 
 @pytest.mark.usefixtures("_paced")

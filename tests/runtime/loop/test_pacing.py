@@ -164,7 +164,7 @@ def test_the_line_at_the_start_says_what_the_job_begins_with(
     plan = plan_for()
     plan = dataclasses.replace(plan, fingerprint=dataclasses.replace(plan.fingerprint, batch=(((6, 8), "float32"),)))
     measured = "a checkpoint every 8 iterations, and one in host memory every iteration, as measured before"
-    anew = "it is measured anew"
+    anew = "what checkpoints cost is measured anew"
     for until, batch_size, options, often in (
         (120, 6, {}, "a checkpoint every iteration until it is measured what one costs"),
         (160, 6, {}, measured),

@@ -6,15 +6,18 @@ import copy
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import checkflow
 from checkflow.core.errors import MismatchError, StorageError
@@ -224,3 +227,40 @@ def test_several_models(tmp_path: Path) -> None:
             export(checkpoint, tmp_path / "d.safetensors", "safetensors", model="d")
     assert same(safetensors.torch.load_file(tmp_path / "d.safetensors"), dict(models["d"].state_dict()))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "d.safetensors"]
+
+
+def test_flat_names_are_those_of_torchtitan(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job loads them into what torch's own functions, which torchtitan calls, make of its model and optimizer."""
+    path, model, optimizer, _ = trained
+    assert run(capsys, "export", path, "-o", tmp_path / "flat", "--flat")[0] == 0
+    code, text = run(capsys, "export", path, "-o", tmp_path / "flat.pt", "--flat")
+    assert code == 2
+    assert "--flat is for a folder of DCP" in text
+    flattened = StateDictOptions(flatten_optimizer_state_dict=True)
+    expected = {**model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=flattened)}
+    found = copy.deepcopy(expected)
+    for value in (*found.values(), *found["optimizer"].values()):
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    found["optimizer"] = {name: v if isinstance(v, torch.Tensor) else None for name, v in found["optimizer"].items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(found, checkpoint_id=tmp_path / "flat")
+    assert found.pop("_extra_state") == {"count": 4}  # other tests have run the model
+    del expected["_extra_state"]
+    assert same(found, expected)
+
+
+def test_flat_names_of_two_models_that_are_alike_are_refused(tmp_path: Path) -> None:
+    models = {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)}
+    optimizer = torch.optim.SGD([p for model in models.values() for p in model.parameters()], lr=0.1)
+    with checkflow.Checkpointer(models, optimizer, directory=tmp_path / "ckpt") as checkpointer:
+        for _ in checkpointer.steps(1):
+            optimizer.zero_grad()
+            sum(model(torch.ones(1, 2)).sum() for model in models.values()).backward()
+            optimizer.step()
+    with (
+        open_checkpoint(find(tmp_path / "ckpt")[0]) as checkpoint,
+        pytest.raises(MismatchError, match="'bias' would be there twice without the prefix 'two'"),
+    ):
+        export(checkpoint, tmp_path / "flat", "dcp", flat=True)
