@@ -18,18 +18,25 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from checkflow.api import Checkpointer
+from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError, ModelError, TraceError, UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.state import collect_state
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.live.planner import scaled_seconds
+from checkflow.planner.model_file.several_ranks import Ranks, process_group
+from checkflow.planner.pipeline import Subject, plan_model
 from checkflow.planner.record.recorder import RecordedIteration
+from checkflow.planner.schedule.scheduler import PlanRequest
 from checkflow.planner.timeline.measured import measure_step
 from checkflow.planner.trace.trace import trace
 from checkflow.runtime.arguments import refuse_for_ranks
@@ -53,6 +60,8 @@ from tests.support.store_tools import record, small_layout
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("UnsupportedError", "TraceError", "ModelError")
+# What no training job meets is listed on the page of what refuses it, and provoked in that one's tests.
+OWN_PAGES = {"shards.md": "runtime/shards/*.py", "dcp.md": "checkflow/integrations/dcp.py"}
 Directory = Path
 Run = Callable[[Path], Any]
 
@@ -100,13 +109,13 @@ def messages_of(path: Path) -> Iterator[str]:
 
 def in_the_code() -> set[str]:
     files = [path for folder in ("checkflow", "planner", "runtime") for path in sorted((ROOT / folder).rglob("*.py"))]
-    # What shards refuse, which no training job meets, is listed in docs/how-to/shards.md.
-    files = [path for path in files if not path.name.startswith("__") and path.parent.name != "shards"]
+    elsewhere = {path for pattern in OWN_PAGES.values() for path in ROOT.glob(pattern)}
+    files = [path for path in files if not path.name.startswith("__") and path not in elsewhere]
     return {message for path in files for message in messages_of(path)}
 
 
-def in_the_document() -> list[str]:
-    return re.findall(r"^- `(.+)`$", (ROOT / "docs" / "reference" / "refusals.md").read_text(), re.MULTILINE)
+def in_the_document(page: str = "reference/refusals.md") -> list[str]:
+    return re.findall(r"^- `(.+)`$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
 
 
 def test_the_document_lists_what_the_code_refuses_and_nothing_else() -> None:
@@ -116,10 +125,10 @@ def test_the_document_lists_what_the_code_refuses_and_nothing_else() -> None:
     assert in_the_code() - set(listed) == set()
 
 
-def test_what_shards_refuse_is_listed_with_them() -> None:
-    listed = re.findall(r"^- `(.+)`$", (ROOT / "docs" / "how-to" / "shards.md").read_text(), re.MULTILINE)
-    files = sorted((ROOT / "runtime" / "shards").glob("*.py"))
-    assert set(listed) == {message for path in files for message in messages_of(path)}
+@pytest.mark.parametrize("page", OWN_PAGES)
+def test_what_has_a_page_of_its_own_lists_there_what_it_refuses(page: str) -> None:
+    messages = {message for path in ROOT.glob(OWN_PAGES[page]) for message in messages_of(path)}
+    assert set(in_the_document(f"how-to/{page}")) == messages != set()
 
 
 # State that is refused, by the planner and by the runtime
@@ -277,7 +286,6 @@ def test_distributed_tensors(tmp_path: Path, plan: Plan) -> None:
 def test_state_of_a_rank_that_has_no_definite_place() -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -480,6 +488,68 @@ def test_a_trace_that_refuses_leaves_no_mode_behind() -> None:
     assert not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), TorchDispatchMode)
 
 
+# What only the planner of several ranks refuses
+
+
+def with_hook(model: DistributedDataParallel) -> nn.Module:
+    model.register_comm_hook(None, lambda state, bucket: None)
+    return model
+
+
+WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
+    "hook": (lambda table: with_hook(DistributedDataParallel(table)), "with a communication hook"),
+    "mixed precision": (
+        lambda table: DistributedDataParallel(table, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)),
+        "with mixed_precision=",
+    ),
+    "sparse gradients": (lambda _: DistributedDataParallel(nn.Embedding(8, 4, sparse=True)), "with sparse gradients"),
+    "offloaded": (
+        lambda table: fully_shard(table, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "fully_shard with CPUOffloadPolicy",
+    ),
+    "flat": (lambda table: FullyShardedDataParallel(table, device_id=torch.device("cpu")), "use torch's newer"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers_that_no_trace_follows(name: str) -> None:
+    wrap, says = WRAPPED[name]
+    with process_group(Ranks(8)):
+        model = wrap(nn.Embedding(8, 4))
+        rows = torch.zeros(3, dtype=torch.long)
+        step = TrainingStep(model, sgd(model.parameters()), loss=lambda model, x: model(x).sum(), batch=rows)
+        assert_refused(lambda: trace(step, name="n"), TraceError, says)
+
+
+MODEL_FILE = """
+import torch, checkflow
+import torch.distributed as dist
+from torch import nn
+
+def stage(model, x):
+    dist.send(x, 1)
+    dist.recv(x, 1)
+    return model(x).sum()
+
+def build():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), init_sync=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return checkflow.TrainingStep(model, optimizer, loss={loss}, batch=torch.zeros(2, 4))
+"""
+
+
+def test_a_rank_that_others_do_not_resemble_or_that_is_planned_alone(tmp_path: Path) -> None:
+    def plan(loss: str, ranks: Ranks | None) -> None:
+        file = tmp_path / "job.py"
+        file.write_text(MODEL_FILE.format(loss=loss))
+        plan_model(Subject(str(file), None, {}, None), find_device("H100"), PlanRequest(1, 1), "segment", ranks)
+
+    assert_refused(lambda: plan("stage", Ranks(2)), UnsupportedError, "^job sends between two ranks")
+    with process_group(Ranks(2)):  # as if the file had joined it
+        says = r"^job is one of 2 ranks \(c10d.allreduce_.default\)"
+        assert_refused(lambda: plan("lambda model, x: model(x).sum()", None), UnsupportedError, says)
+
+
 # What the runtime refuses
 
 
@@ -672,7 +742,6 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
         lambda _, __: find_identity({"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "4"}),
         "torchrun has started 4 ranks",
     ),
-    "seeds of ranks": (lambda _, __: next(iter(DataLoader([0, 1], rank=0, world_size=2))), "pass seed="),
     "used": (goes_on_without_skipping, "batch 0 of epoch 3 was used before"),
     "untold": (cannot_tell_what_was_used, "a Untold does not say"),
     "iterable data": (lambda _, __: DataLoader(NoPosition(), 1), "map-style"),

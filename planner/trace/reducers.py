@@ -181,13 +181,13 @@ class Reducers:
 
 def _refuse(wrapper: Any) -> None:
     """Refuse what is not followed here, rather than plan it wrong."""
-    if wrapper._comm_hooks:
-        raise TraceError("DistributedDataParallel with a communication hook is not planned: register it after planning")
-    if wrapper.mixed_precision is not None:
+    if wrapper.mixed_precision is not None:  # which registers a hook too
         raise TraceError(
             "DistributedDataParallel with mixed_precision= is not planned: use torch.autocast, or fully_shard with "
             "MixedPrecisionPolicy"
         )
+    if wrapper._comm_hooks:
+        raise TraceError("DistributedDataParallel with a communication hook is not planned: register it after planning")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkflow.core.errors import TraceError
 from checkflow.core.graph import AnchorKind, TrainingGraph
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.several_ranks import Ranks, parallelize, process_group
@@ -182,17 +181,3 @@ def test_a_step_that_calls_the_model_inside_is_reduced_all_the_same() -> None:
     planned = trace(parallelize(general, Ranks(8, parallel="ddp"), "n"), name="n")
     expected = [one.collective for one in trace(short, name="n").operators if one.collective is not None]
     assert [one.collective for one in planned.operators if one.collective is not None] == expected
-
-
-def test_what_is_not_followed_is_refused() -> None:
-    hooked = wrapped()
-    (model,) = hooked.models.values()
-    model.register_comm_hook(None, lambda state, bucket: None)
-    with pytest.raises(TraceError, match="with a communication hook is not planned"):
-        trace(hooked, name="n")
-    with torch.device("meta"):
-        table = DistributedDataParallel(nn.Embedding(50, 4, sparse=True))
-        rows = torch.zeros(3, dtype=torch.long)
-    step = TrainingStep(table, torch.optim.SGD(table.parameters()), loss=lambda m, x: m(x).sum(), batch=rows)
-    with pytest.raises(TraceError, match="with sparse gradients is not planned"):
-        trace(step, name="n")

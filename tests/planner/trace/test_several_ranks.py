@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from checkflow.core.errors import TraceError, UnsupportedError
+from checkflow.core.errors import UnsupportedError
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.several_ranks import Ranks, process_group
 from checkflow.planner.record.recorder import IterationRecorder
@@ -219,17 +219,3 @@ def test_a_partial_sum_is_no_state() -> None:
     step = TrainingStep(model, optimizer, loss=lambda model, x: model(x).sum(), batch=torch.zeros(1, 2))
     with pytest.raises(UnsupportedError, match=r"model/odd is a DTensor with Partial\(sum\): its value is a sum"):
         trace(step, name="n")
-
-
-def simple(model: nn.Module) -> TrainingStep:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainingStep(model, optimizer, loss=lambda model, x: model(x).sum(), batch=torch.zeros(2, WIDTH))
-
-
-def test_what_a_trace_would_take_for_something_else_is_refused() -> None:
-    offloaded = fully_shard(nn.Linear(WIDTH, WIDTH), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    with pytest.raises(TraceError, match="fully_shard with CPUOffloadPolicy is not planned"):
-        trace(simple(offloaded), name="n")
-    flat = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=torch.device("cpu"))
-    with pytest.raises(TraceError, match="FullyShardedDataParallel of several ranks is not planned"):
-        trace(simple(flat), name="n")
