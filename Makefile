@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test test-all test-again check kills faults fuzz council test-gpu
+.PHONY: demo mnist nanogpt test test-all test-again check kills ranks-kills faults fuzz council test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -32,6 +32,10 @@ test-again: $(STAMP)
 KILLS ?= 200
 kills: $(STAMP)
 	@$(BIN)/python -m tests.faults.kills.run --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/kills.json)
+
+# Jobs of several ranks under torchrun, killed KILLS times: one rank, all, or the launcher.
+ranks-kills: $(STAMP)
+	@$(BIN)/python -m tests.faults.ranks.run --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 # Every fault that must lose nothing, thousands of each: hours. Goes on where it was interrupted; as root, or power cuts
 # are skipped. ONLY='F3 F5': these alone. SECONDS=600: begin nothing after ten minutes. FRESH=1: all anew.

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-import torch.distributed
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -87,13 +86,17 @@ def check_arguments(
         raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")
 
 
-def refuse_ranks() -> None:
-    """Refuse a job of several processes. Raises UnsupportedError."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and (ranks := distributed.get_world_size()) > 1:
+def refuse_for_ranks(ranks: int, plan: object, rules: Rules) -> None:
+    """Refuse what several ranks cannot do yet. Raises UnsupportedError."""
+    if plan not in (None, "auto"):
         raise UnsupportedError(
-            f"torch.distributed has {ranks} ranks: this version checkpoints one process; save loader.state_dict() with "
-            "what the job saves itself, which checkflow.DataLoader goes on from with any number of ranks"
+            f"plan= is of one process, and the job has {ranks} ranks: leave it out; each rank copies its share of the "
+            "state at the boundaries that are saved"
+        )
+    if rules.keep_best:
+        raise UnsupportedError(
+            f"keep_best= needs one process that judges each state, and the job has {ranks} ranks: leave it out; "
+            "keep_epochs= and keep_every= work"
         )
 
 

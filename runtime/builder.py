@@ -6,11 +6,10 @@ If a step fails, the parts made before are closed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,15 +24,21 @@ from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.live_plan.cache import PlanCache
 from checkflow.runtime.live_plan.planning import Planning
+from checkflow.runtime.loop.agreement import Agreement
 from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.memory_tier.recovery import reclaim
+from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.runtime.persist.saver import Saving
+from checkflow.runtime.rank_start import RankStart, open_store, start_rank
+from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.reporter import Reporter
 from checkflow.runtime.snapshot.program import compile_plan
+from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.files import run_of, step_name
+from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 
 
@@ -43,7 +48,7 @@ class Parts:
 
     progress: Progress
     preemption: Preemption
-    store: Store
+    store: Store | SharedStore
     saving: Saving
     loop: TrainingLoop
     reporter: Reporter
@@ -62,9 +67,21 @@ def read_plan(
     return given
 
 
-def check_job(job: Job, given: Plan | None) -> torch.device:
+@contextlib.contextmanager
+def refusing_together(council: Council | None) -> Iterator[None]:
+    """Have all ranks raise what one cannot start for, and leave the council."""
+    try:
+        yield
+    except BaseException as error:
+        if council is not None:
+            council.refuse(error)
+            council.close("it cannot start")
+        raise
+
+
+def check_job(job: Job, given: Plan | None, *, of_a_rank: bool = False) -> torch.device:
     """Refuse a job that cannot be checkpointed, or not by this plan; returns the device of its state."""
-    device = compatibility.copied_device(job.models, job.optimizers)
+    device = compatibility.copied_device(job.models, job.optimizers, of_a_rank=of_a_rank)
     refuse_hidden_state(job.optimizers)
     refuse_objects(job.objects)
     if given is not None:
@@ -82,66 +99,83 @@ def assemble(
     *,
     check_plan: Callable[[Plan], object],
     make_planner: Callable[[], Planner],
+    council: Council | None = None,
 ) -> Parts:
-    """Open the directory, resume the job, and make all other parts."""
+    """Open the directory, resume the job, and make all other parts; with all other ranks, if there are several."""
     asked, loader = arguments.asked, job.loader
     progress = Progress(loader)
     preemption = Preemption(arguments.signals, arguments.grace_seconds, None if loader is None else loader.shield)
     resources.take_over(arguments.directory)
     with contextlib.ExitStack() as undo:
-        store = Store(
-            arguments.directory,
-            run_id=uuid.uuid4().hex[:16],
-            trust=arguments.trust,
-            **dataclasses.asdict(arguments.rules),
-        )
+        start = None if council is None else start_rank(council, arguments, job)
+        store = open_store(arguments) if start is None else start.store
         undo.callback(store.close)
         planning = None
-        if given is None:
+        if given is None and start is None:
             cache = PlanCache(store.directory, arguments.plan_limits)
             planning = Planning(job, cache, make_planner(), check_plan, arguments.plan_limits, follow=arguments.follow)
             for name in [name for name, optimizer in job.optimizers.items() if closures_repeat(optimizer)][:1]:
                 planning.forgo(name)
-        reclaimed = reclaim(store, arguments.resume)
-        resumed_from, imported = _resume(store, arguments, job, progress, given)
-        reclaimed.give_back(store.directory)
-        if arguments.rules.monitor is not None:
+        reclaimed: int | None = None
+        if start is None:
+            assert isinstance(store, Store)
+            found = reclaim(store, arguments.resume)
+            resumed_from, imported = _resume(store, arguments, job, progress, given)
+            found.give_back(store.directory)
+            reclaimed = max(found.steps, default=None)
+        else:
+            resumed_from, imported = _resume(start, arguments, job, progress, given)
+        if arguments.rules.monitor is not None and isinstance(store, Store):
             store.look()  # the best of earlier runs still counts
         saving = Saving(
             store, device, each=asked.every is not None or asked.every_seconds is not None,
             host_buffers=arguments.host_buffers, audit=arguments.audit,
-            base=_base(store, resumed_from),
+            base=_base(store, resumed_from), ranks=None if council is None else RankCommit(council, store),
         )  # fmt: skip
         undo.callback(saving.close)
         loop = TrainingLoop(
             job, iteration=resumed_from or 0, progress=progress, saving=saving, given=given, planning=planning,
             asked=asked, directory=store.directory, raising=arguments.raising, preemption=preemption,
+            agreement=None if council is None else Agreement(
+                council, by_number=asked.every is not None, grace_seconds=arguments.grace_seconds
+            ),
+            share=None if start is None else RankShare(start.view, job.models, job.optimizers),
         )  # fmt: skip
         undo.callback(loop.close)
         reporter = Reporter(
             job, loop, saving, store.directory,
             run_id=store.run_id, resumed_from=resumed_from, imported=imported,
-            reclaimed=max(reclaimed.steps, default=None),
+            reclaimed=reclaimed,
+            rank=0 if council is None else council.rank, ranks=1 if council is None else council.world_size,
         )  # fmt: skip
+        if start is not None:
+            start.agree(job)
         undo.pop_all()
     return Parts(progress, preemption, store, saving, loop, reporter, resumed_from)
 
 
-def _base(store: Store, step: int | None) -> tuple[int, str]:
+def _base(store: Store | SharedStore, step: int | None) -> tuple[int, str]:
     """The step that the job resumed from, and the run that made it."""
     return (NOTHING, "") if step is None else (step, run_of(store.directory / step_name(step)))
 
 
 def _resume(
-    store: Store, arguments: Arguments, job: Job, progress: Progress, plan: Plan | None
+    source: Store | RankStart, arguments: Arguments, job: Job, progress: Progress, plan: Plan | None
 ) -> tuple[int | None, bool]:
     """The step that the job resumed from, and whether it was imported weights."""
     script, asked = arguments.hyperparameters == "script", hyperparameters.ask(job)
-    resumed = resume_from(
-        store, arguments.resume, job.models, job.optimizers, job.objects,
-        host_tensors=None if plan is None else plan.host_tensors,
-        place=lambda extra: progress.resume(hyperparameters.placed(job, asked, extra, script=script)),
-    )  # fmt: skip
+
+    def place(extra: Mapping[str, Any]) -> None:
+        progress.resume(hyperparameters.placed(job, asked, extra, script=script))
+
+    if isinstance(source, RankStart):
+        resumed = source.restore(job, arguments.resume, place)
+    else:
+        resumed = resume_from(
+            source, arguments.resume, job.models, job.optimizers, job.objects,
+            host_tensors=None if plan is None else plan.host_tensors,
+            place=place,
+        )  # fmt: skip
     progress.hyperparameters = hyperparameters.record(asked)
     if resumed is None:
         progress.begin_anew()

@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat
 
@@ -32,13 +33,15 @@ from checkflow.runtime.arguments import (
     read_signals,
     read_size,
     read_trust,
-    refuse_ranks,
+    refuse_for_ranks,
 )
-from checkflow.runtime.builder import assemble, check_job, read_plan
+from checkflow.runtime.builder import assemble, check_job, read_plan, refusing_together
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.worker_processes import is_lost_worker
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.log_handler import show_lines
+from checkflow.runtime.ranks.identity import find_identity
+from checkflow.runtime.ranks.joining import join
 from checkflow.runtime.reporter import start_line
 from checkflow.runtime.snapshot.capturer import CaptureReport
 from checkflow.runtime.state.collect import Stateful, StateWalk
@@ -155,7 +158,6 @@ class Checkpointer:
             host_buffers=host_buffers, resume=resume, hyperparameters=hyperparameters, on_error=on_error, audit=audit,
         )  # fmt: skip
         rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
-        refuse_ranks()
         asked = read_asked(overhead, every, mtbf)
         arguments = Arguments(
             directory, rules, asked, PlanLimits(asked.overhead, read_size(extra_memory)), follow=plan == "auto",
@@ -166,18 +168,25 @@ class Checkpointer:
         show_lines()
         models = as_models(model)
         optimizers = as_optimizers(optimizer, models)
-        self._job = job = Job(models, optimizers, dict(state or {}), loader, StateWalk(models, optimizers))
-        given = read_plan(plan, asked.every, self._check_plan)
-        device = check_job(job, given)
-        parts = assemble(
-            job, given, arguments, device, check_plan=self._check_plan, make_planner=self._make_planner
-        )  # fmt: skip
+        identity = find_identity()
+        walk = StateWalk(models, optimizers, of_a_rank=identity is not None)
+        self._job = job = Job(models, optimizers, dict(state or {}), loader, walk)
+        council = None if identity is None else join(identity, Path(os.fspath(directory)).absolute())
+        with refusing_together(council):
+            if council is not None:
+                refuse_for_ranks(council.world_size, plan, rules)
+            given = read_plan(plan, asked.every, self._check_plan)
+            device = check_job(job, given, of_a_rank=council is not None)
+            parts = assemble(
+                job, given, arguments, device,
+                check_plan=self._check_plan, make_planner=self._make_planner, council=council,
+            )  # fmt: skip
         self._progress, self._preemption, self._store = parts.progress, parts.preemption, parts.store
         self._saving, self._loop, self._reporter = parts.saving, parts.loop, parts.reporter
         self.resumed_from = parts.resumed_from
         self._bodies = 0  # of epochs() and steps(), that run now
         self._held = resources.Resources(
-            loader, self._loop, self._saving, self._store, self._preemption, self._reporter
+            loader, self._loop, self._saving, self._store, self._preemption, self._reporter, council
         )  # fmt: skip
         weakref.finalize(self, resources.dropped, self._held).atexit = False  # at exit everything is released anyway
         self._begin()
@@ -198,7 +207,8 @@ class Checkpointer:
         """Write the first report, and follow the loader and the signals."""
         self._saving.writer.after_each = self._reporter.write_in_time
         self._reporter.write()
-        logger.info("%s", start_line(self._reporter.make(), self._store.directory))
+        if self._reporter.speaks:
+            logger.info("%s", start_line(self._reporter.make(), self._store.directory, self._reporter.ranks))
         if (loader := self._job.loader) is not None:
             resources.warn_displaced(loader)
             loader.follow(self._loop)

@@ -53,6 +53,7 @@ class Reporter:
         resumed_from: None: it started anew.
         imported: whether from imported weights, so that nothing is repeated.
         reclaimed: the step that the start put on storage, from the previous run's host memory.
+        rank, ranks: of several ranks, only rank 0 writes the file and speaks for all.
     """
 
     def __init__(
@@ -66,7 +67,10 @@ class Reporter:
         resumed_from: int | None,
         imported: bool = False,
         reclaimed: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
+        self.speaks, self.ranks = rank == 0, ranks
         self._loop, self._saving = loop, saving
         self._directory, self._run_id, self._resumed_from = directory, run_id, resumed_from
         self._reclaimed = reclaimed
@@ -161,7 +165,9 @@ class Reporter:
             self.write()
 
     def write(self, *, closed: bool = False) -> None:
-        """Replace the file. Never raises."""
+        """Replace the file. Never raises. Of several ranks, rank 0 does."""
+        if not self.speaks:
+            return
         begun = time.monotonic()
         self._write(closed=closed)
         self._written = time.monotonic()
@@ -241,9 +247,13 @@ def _rate(size_bytes: int, seconds: float | None) -> float | None:
 # The lines that a person sees
 
 
-def start_line(report: RunReport, directory: Path) -> str:
+def start_line(report: RunReport, directory: Path, ranks: int = 1) -> str:
     """What runs, where its checkpoints go, what was restored, and what is repeated."""
-    return "; ".join([_plan_words(report), f"checkpoints go to {directory}", _resume_words(report, directory)])
+    how = _plan_words(report) if ranks == 1 else (
+        f"no plan, since the job has {ranks} ranks: each copies its share of the state at each boundary that is saved, "
+        "which pauses training"
+    )  # fmt: skip
+    return "; ".join([how, f"checkpoints go to {directory}", _resume_words(report, directory)])
 
 
 def _plan_words(report: RunReport) -> str:

@@ -18,7 +18,9 @@ from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.persist.saver import Saving
+from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.reporter import Reporter, end_line
+from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 
 logger = logging.getLogger("checkflow")
@@ -31,9 +33,10 @@ class Resources:
     loader: ResumableLoader | None
     loop: TrainingLoop
     saving: Saving
-    store: Store
+    store: Store | SharedStore
     preemption: Preemption
     reporter: Reporter
+    council: Council | None = None  # of several ranks
     thread: threading.Thread = field(default_factory=threading.current_thread)
     closed: bool = False
     lost: StorageError | None = None  # why the last checkpoint is not durable, once closed
@@ -59,11 +62,14 @@ class Resources:
         except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
             error = error or reason
         self.lost = self.saving.close() or self.lost
+        if self.council is not None:
+            self.council.close()
         if self.store.locked:  # else this was done already, and another process may own the directory
             self.reporter.write(closed=True)
             where = self.store.where
             self.store.close()
-            logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory, where))
+            if self.reporter.speaks:
+                logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory, where))
         self.preemption.close()
         if _held.get(self.store.directory) is self:
             del _held[self.store.directory]

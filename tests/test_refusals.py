@@ -39,6 +39,7 @@ from checkflow.planner.record.recorder import RecordedIteration
 from checkflow.planner.schedule.scheduler import PlanRequest
 from checkflow.planner.timeline.measured import measure_step
 from checkflow.planner.trace.trace import trace
+from checkflow.runtime.arguments import refuse_for_ranks
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.loader import DataLoader
@@ -49,6 +50,7 @@ from checkflow.runtime.shards import save_shard
 from checkflow.runtime.snapshot.chunk_map import planned_records
 from checkflow.runtime.state.meshes import placements
 from checkflow.runtime.store.reader import open_checkpoint
+from checkflow.runtime.store.retention import Rules
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.exporter import optimizer_state, state_dicts
 from tests.support.planned_jobs import plan_by_trace
@@ -684,13 +686,6 @@ def nested_iterations(_directory: Path, _plan: Plan) -> None:
         list(loader)
 
 
-def several_ranks(directory: Path, plan: Plan) -> None:
-    with pytest.MonkeyPatch.context() as patch:  # with real ones: tests/integration/test_elastic.py
-        patch.setattr(torch.distributed, "is_initialized", lambda: True)
-        patch.setattr(torch.distributed, "get_world_size", lambda: 4)
-        open_with()(directory, plan)
-
-
 def goes_on_without_skipping(_directory: Path, _plan: Plan) -> None:
     loader = DataLoader([0, 1], 1)
     loader.set_epoch(3, 1)
@@ -738,7 +733,11 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "closed": (goes_on_closed, "is closed, and would save nothing"),
     "twice": (iterates_twice, "iterated twice"),
     "at once": (nested_iterations, "cannot go on"),
-    "ranks": (several_ranks, "torch.distributed has 4 ranks"),
+    "a plan of ranks": (lambda _, plan: refuse_for_ranks(4, plan, Rules()), "plan= is of one process"),
+    "the best of ranks": (
+        lambda _, __: refuse_for_ranks(4, None, Rules(keep_best=1, monitor="loss")),
+        "keep_best= needs one process",
+    ),
     "ranks without a group": (
         lambda _, __: find_identity({"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "4"}),
         "torchrun has started 4 ranks",

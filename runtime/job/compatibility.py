@@ -49,12 +49,12 @@ def round_every(every: int | None, interval: int) -> int | None:
     return rounded
 
 
-def copied_device(models: Models, optimizers: Optimizers) -> torch.device:
+def copied_device(models: Models, optimizers: Optimizers, *, of_a_rank: bool = False) -> torch.device:
     """The device that a job's state is copied from: its GPU, or the CPU if no state is on a GPU.
 
     Raises UnsupportedError for state that no copy engine can copy, or that other processes may write.
     """
-    state = collect_state(models, optimizers)
+    state = collect_state(models, optimizers, of_a_rank=of_a_rank)
     _refuse_shared(state)
     elsewhere = (item.tensor.device for item in state.tensors if item.tensor.device.type not in ("cpu", "meta"))
     device = next(elsewhere, torch.device("cpu"))
@@ -179,7 +179,7 @@ def make_guards(
     chunks: dict[str, list[int]] = {}
     for index, chunk in enumerate(plan.chunks):
         chunks.setdefault(chunk.tensor, []).append(index)
-    tensors = collect_state(models, {}).tensors
+    tensors = collect_state(models, {}, of_a_rank=True).tensors  # DTensors of a job of one rank were refused before
     at_step: dict[str, tuple[tuple[torch.Tensor | None, int], ...]] = {}
     for owner, optimizer in optimizers.items():
         managed = {id(parameter) for _, parameter in optimizer_parameters(models, optimizer)}

@@ -27,6 +27,7 @@ from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import describe, device_name
 from checkflow.runtime.live_plan.active_plan import PlanInPlace
 from checkflow.runtime.live_plan.planning import TIMED, Stage
+from checkflow.runtime.loop.agreement import Agreement
 from checkflow.runtime.persist.saver import FIRST_AUDITS, Saving
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.system.fs import file_system
@@ -84,9 +85,21 @@ class Pace:
     Args:
         directory: of the checkpoints; the profile is kept there.
         start: iterations that are finished already.
+        agreement: with all other ranks, if there are several. Rank 0 measures and decides for all.
     """
 
-    def __init__(self, asked: Asked, job: Job, saving: Saving, place: PlanInPlace, directory: Path, start: int) -> None:
+    def __init__(
+        self,
+        asked: Asked,
+        job: Job,
+        saving: Saving,
+        place: PlanInPlace,
+        directory: Path,
+        start: int,
+        agreement: Agreement | None = None,
+    ) -> None:
+        self._agreement = agreement
+        self._follows = agreement is not None and not agreement.leads
         self._asked, self._job, self._saving, self._place = asked, job, saving, place
         self._cache, self._directory = ProfileCache(directory), directory
         epoch = None if job.loader is None else job.loader.batches
@@ -120,7 +133,7 @@ class Pace:
     @property
     def measuring(self) -> bool:
         """Whether checkpoints are made to find out what they cost."""
-        return self._asked.every_seconds is None and self.controller.intervals is None
+        return not self._follows and self._asked.every_seconds is None and self.controller.intervals is None
 
     def saw(self, batch: Any) -> None:
         """What the job trains on."""
@@ -139,6 +152,8 @@ class Pace:
         Args:
             held_seconds: for which training waited for checkpointing so far.
         """
+        if self._follows:
+            return
         now, loader = clock(), self._job.loader
         self._seen, self._in_epoch = self._seen + 1, self._in_epoch + 1
         last = epoch_end or (loader is not None and loader.position == 0)
@@ -190,9 +205,13 @@ class Pace:
         place = self._place
         early = place.plan is None and self._seen < UNDISTURBED and clock() - self._last < WORTH_SECONDS
         asked = self._asked.every is not None or self._asked.every_seconds is not None
-        due = (asked or not early) and self.controller.is_due(number)
+        ahead = 0 if self._agreement is None else self._agreement.ahead
+        due = (asked or not early) and self.controller.is_due(number + ahead)
+        if self._agreement is not None:
+            due = self._agreement.is_due(number, wanted=due)
         self._regular = due
-        left_out = self._asked.every is not None or self.controller.leaves_out_epochs
+        # What only rank 0 has measured cannot leave out an epoch's end, which all ranks capture unasked.
+        left_out = self._asked.every is not None or (self._agreement is None and self.controller.leaves_out_epochs)
         extra = demanded or (epoch_end and not left_out)
         self.durable = extra or self.controller.is_durable(number)
         return due or extra
@@ -203,6 +222,8 @@ class Pace:
 
     def captured(self, number: int) -> None:
         """The capture of this boundary has begun."""
+        if self._follows:
+            return
         audited = self._place.plan is not None and self._place.execution.captures <= FIRST_AUDITS
         self.controller.captured(number, durable=self.durable, counts=self._regular and not audited)
         self._began_now, self._last = True, clock()
@@ -250,7 +271,7 @@ class Pace:
         Args:
             batch: what the job trains on.
         """
-        if self._place.every is not None or self._asked.every_seconds is not None:
+        if self._place.every is not None or self._asked.every_seconds is not None or self._follows:
             return self._identity, None
         identity = self._identify(plan, batch)
         return identity, self._cache.find(identity)
@@ -266,6 +287,6 @@ class Pace:
             batch=batch,
             plan="" if plan is None else plan.digest,
             device=f"{device_name(job.models)[1]}, {os.cpu_count()} cores",
-            ranks=1 if plan is None else plan.fingerprint.ranks,
+            ranks=1 if self._agreement is None else self._agreement.world_size,
             file_system=f"{kind or 'unknown'}, {size_bytes} bytes",
         )

@@ -96,6 +96,7 @@ class Preemption:
         self._saving = self._raised = self._overdue = self._ended = self._closed = False
         self.asked = False  # training is to end at the next boundary
         self.preempted = False  # by a signal other than Ctrl-C's
+        self._elsewhere = ""  # why another rank asks for the end
 
     def listen(self, training: Training) -> None:
         """Put the handlers in place, in the main thread; in another one, say that this cannot be done."""
@@ -134,6 +135,16 @@ class Preemption:
         self._saving = self._saving or self.asked
         return self.asked
 
+    def goes_on(self) -> None:
+        """Several ranks do not end at this boundary after all, but at a later one."""
+        self._saving = False
+
+    def ask_for_others(self, reason: str) -> None:
+        """All ranks end here. If no signal has come to this one, it ends as by a signal, for this reason."""
+        if not self.asked:
+            self._elsewhere = reason
+            self.asked = self.preempted = True
+
     def is_asked_soon(self) -> bool:
         """Whether training is to end: what has killed another process of the job may be about to come here."""
         end = time.monotonic() + MOMENT_SECONDS
@@ -147,7 +158,7 @@ class Preemption:
         Args:
             what: to be said of it.
         """
-        logger.warning("%s: %s", self._name(), what)
+        logger.warning("%s: %s", self.name, what)
         self._news.put(_Raised())
         self._ended, self._saving = self.preempted, False
         raise self._exception()
@@ -241,15 +252,18 @@ class Preemption:
             self._raised = True
             if self._training is not None:
                 self._training.end_workers_by(self._grace_begun() + self._grace_seconds)
-            return Preempted(self._name())
+            return Preempted(self.name)
         self._first.pop(signal.SIGINT, None)
         self._begun.pop(signal.SIGINT, None)
         self.asked = False
         self._news.put(_Raised())
         return KeyboardInterrupt()
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
         """Of what has come first, Ctrl-C last."""
+        if not self._first:
+            return self._elsewhere
         came = sorted(self._first.items(), key=lambda item: (item[0] == signal.SIGINT, item[1]))
         return "Ctrl-C" if came[0][0] == signal.SIGINT else signal.Signals(came[0][0]).name
 
@@ -295,7 +309,8 @@ class Preemption:
 
     def _grace_begun(self) -> float:
         """With the first signal that is no Ctrl-C: another one does not begin it anew."""
-        return min(begun for number, begun in tuple(self._begun.items()) if number != signal.SIGINT)
+        begun = [begun for number, begun in tuple(self._begun.items()) if number != signal.SIGINT]
+        return min(begun, default=time.monotonic())  # to another rank
 
     def _patience_seconds(self) -> float:
         """For how long a boundary is waited for: two commits must fit behind it, since one may be under way.

@@ -23,6 +23,7 @@ from checkflow.runtime.job.traits import allocated_peak_bytes
 from checkflow.runtime.live_plan.active_plan import PlanInPlace
 from checkflow.runtime.live_plan.planning import Planning
 from checkflow.runtime.loop import hints
+from checkflow.runtime.loop.agreement import Agreement
 from checkflow.runtime.loop.boundaries import Boundaries, Boundary
 from checkflow.runtime.loop.boundary_actions import BoundaryActions
 from checkflow.runtime.loop.hints import Hints
@@ -33,6 +34,7 @@ from checkflow.runtime.persist.saver import Saving
 from checkflow.runtime.snapshot.anchors import Sightings, in_backward
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.snapshot.program import Program
+from checkflow.runtime.snapshot.share import RankShare
 
 logger = logging.getLogger("checkflow")
 
@@ -52,6 +54,8 @@ class TrainingLoop:
         directory: of the checkpoints.
         raising: whether a checkpoint that failed ends training.
         preemption: says when training is to end.
+        agreement: with all other ranks, if there are several.
+        share: which part of the state this rank copies then.
 
     Raises:
         PlanError, MismatchError, StorageError: as :class:`.live_plan.active_plan.PlanInPlace`.
@@ -70,6 +74,8 @@ class TrainingLoop:
         directory: Path,
         raising: bool,
         preemption: Preemption,
+        agreement: Agreement | None = None,
+        share: RankShare | None = None,
     ) -> None:
         self._job, self._progress, self._saving, self._preemption = job, progress, saving, preemption
         self._boundaries = Boundaries(job.optimizers, loader=job.loader is not None)
@@ -83,16 +89,18 @@ class TrainingLoop:
             return Execution(
                 plan, program, job, saving.engine, saving.buffers, saving.submit, self,
                 implementations=compatibility.implementations(job.models, job.optimizers),
-                raising=raising, known_to_fit=planning is not None, resumed=self._resumed, sightings=sightings,
+                raising=raising, known_to_fit=planning is not None or share is not None, resumed=self._resumed,
+                sightings=sightings, share=share,
             )  # fmt: skip
 
         read_peak = functools.partial(allocated_peak_bytes, job.models)
         self.clock = PhaseClock()
         self.place = PlanInPlace(given, planning, execute, asked.every, read_peak)
-        self.pace = Pace(asked, job, saving, self.place, directory, iteration)
+        self._agreement = agreement
+        self.pace = Pace(asked, job, saving, self.place, directory, iteration, agreement)
         self._actions = BoundaryActions(
             job, progress, saving, self.place, self.pace, self.clock, preemption, self._boundaries,
-            iteration=iteration, raising=raising,
+            iteration=iteration, raising=raising, agreement=agreement,
         )  # fmt: skip
 
     @property
@@ -210,7 +218,7 @@ class TrainingLoop:
         self.leave_loop(early=False)
         self._hint_if_never_stepped()
         self._capture_last_boundary()
-        if self._preemption.begin_ending():
+        if self._agreement is None and self._preemption.begin_ending():  # of several ranks, all have come to the end
             self._actions.end()
 
     def end_training(self) -> None:
@@ -268,6 +276,7 @@ class TrainingLoop:
         return self._boundaries.is_expected(waiting=self._progress.waiting)
 
     def hasten(self) -> None:
+        self._actions.ask_end()
         try:
             self._saving.engine.hasten()
         except CheckflowError as error:  # it promises nothing, and who calls has more to do
@@ -396,7 +405,7 @@ class TrainingLoop:
             self._actions.end_iteration(boundary)
             return
         idle = not (self._boundaries.closed or self._boundaries.under_way or self._progress.waiting)
-        if idle and self._actions.captured and self._preemption.begin_ending():
+        if idle and self._agreement is None and self._actions.captured and self._preemption.begin_ending():
             self._actions.end()
 
     def _finish_with_all_drawn(self, boundary: Boundary | None) -> None:

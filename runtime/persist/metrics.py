@@ -15,6 +15,7 @@ from typing import Any
 from checkflow.core.errors import CheckflowError
 from checkflow.runtime.store import retention
 from checkflow.runtime.store.retention import Known
+from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 
 logger = logging.getLogger("checkflow")
@@ -23,7 +24,7 @@ logger = logging.getLogger("checkflow")
 class Metrics:
     """Recorded by the training thread, used by the writer's."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store | SharedStore) -> None:
         self._store = store
         self._mutex = threading.Lock()
         self._recorded: dict[int, dict[str, float]] = {}  # by step

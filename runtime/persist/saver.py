@@ -16,10 +16,12 @@ from checkflow.runtime.memory_tier.records import NOTHING, RunLife
 from checkflow.runtime.memory_tier.staging import Locking, StagingBuffers
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.persist.metrics import Metrics
+from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.store.retention import EPOCH_END
+from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.transfer.engine import CopyEngine
 from checkflow.runtime.transfer.host import HostCopyEngine
@@ -47,14 +49,18 @@ class Saving:
         each: commit every capture, even if training must wait for storage; otherwise storage takes the newest one.
         audit: every how many captures to audit; 0: only the first ones.
         base: the step that the job resumed from, and the run that made it.
+        ranks: commits with all other ranks, if there are several.
     """
 
     def __init__(
-        self, store: Store, device: torch.device, *, each: bool, host_buffers: int, audit: int,
-        base: tuple[int, str] = (NOTHING, ""),
+        self, store: Store | SharedStore, device: torch.device, *, each: bool, host_buffers: int, audit: int,
+        base: tuple[int, str] = (NOTHING, ""), ranks: RankCommit | None = None,
     ) -> None:  # fmt: skip
         self._store, self._each, self._audit_every = store, each, audit
         self.host_buffers = host_buffers
+        self._ranks = ranks
+        # Rank 0's writer decides which captures give way to newer ones. Others keep what it may still ask for.
+        follows = isinstance(store, SharedStore)
         self._base_step = None if base[0] == NOTHING else base[0]
         self.metrics = Metrics(store)
         self.captures = 0
@@ -64,8 +70,9 @@ class Saving:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
             self.tier = MemoryTier(store.directory, RunLife(store.run_id, *base))
-            tier = self.tier if host_buffers > 1 else None  # a single buffer is seldom complete
-            self.buffers = StagingBuffers(host_buffers, locking, self._urge, tier)
+            # A single buffer is seldom complete; and of several ranks, all would have to outlive their processes.
+            tier = self.tier if host_buffers > 1 and ranks is None else None
+            self.buffers = StagingBuffers(host_buffers + follows, locking, self._urge, tier)
             undo.callback(self.buffers.close)
             self.writer = Writer(
                 self._commit,
@@ -75,6 +82,7 @@ class Saving:
                 newest=self._is_newest,
                 errand=self.metrics.write_late,
                 void=self._void,
+                spared=1 if follows else 0,
             )
             undo.pop_all()
 
@@ -176,12 +184,17 @@ class Saving:
             logger.warning("cannot remove void captures from host memory: %s", error)
 
     def _commit(self, capture: Capture) -> Path:
+        extra = capture.extra if isinstance(capture.extra, bytes) else capture.extra()
+        info = {**capture.info, **self.metrics.info(capture.step)}
+        if self._ranks is not None:
+            return self._ranks.commit(capture, extra, info)
+        assert isinstance(self._store, Store)
         path = self._store.commit(
             capture.step,
             capture.layout,
             capture.buffer.view,
-            capture.extra if isinstance(capture.extra, bytes) else capture.extra(),
-            {**capture.info, **self.metrics.info(capture.step)},
+            extra,
+            info,
             ties=capture.ties,
             absent=capture.absent,
             plan_digest=capture.plan_digest,
@@ -202,4 +215,6 @@ class Saving:
 
     def _recycle(self, capture: Capture) -> None:
         self.metrics.ended(capture.step)
+        if self._ranks is not None:
+            self._ranks.over(capture.step)
         self.buffers.give_back(capture.buffer)

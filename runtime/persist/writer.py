@@ -53,6 +53,7 @@ class Writer:
         commit: writes one capture durably and returns its path; raises CheckflowError if it cannot.
         recycle: gives a capture's buffer back.
         supersede: whether a newer capture replaces a waiting one, if ``gives_way`` allows it.
+        spared: so many of the newest waiting ones are not replaced.
         newest: whether no capture was begun after this one.
         errand: other work for this thread, between captures; see ``nudge``. Must not raise.
         void: called with a capture that an audit refuted.
@@ -68,8 +69,9 @@ class Writer:
         newest: Callable[[Capture], bool] = lambda _: False,
         errand: Callable[[], None] = lambda: None,
         void: Callable[[Capture], None] = lambda _: None,
+        spared: int = 0,
     ) -> None:
-        self._commit, self._recycle, self._supersede = commit, recycle, supersede
+        self._commit, self._recycle, self._supersede, self._spared = commit, recycle, supersede, spared
         self._gives_way, self._errand, self._void = gives_way, errand, void
         self._waiting: deque[Capture] = deque()
         self._newest = newest
@@ -112,8 +114,9 @@ class Writer:
                 self._held = None
             if self._supersede:
                 kept: deque[Capture] = deque()
-                for one in self._waiting:
-                    (dropped if self._gives_way(one, capture) else kept).append(one)
+                for left, one in zip(range(len(self._waiting), 0, -1), self._waiting, strict=True):
+                    replaced = left > self._spared and self._gives_way(one, capture)
+                    (dropped if replaced else kept).append(one)
                 hold = hold and len(kept) == len(self._waiting)
                 self._waiting = kept
             self.superseded += len(dropped)

@@ -28,6 +28,7 @@ from checkflow.runtime.ranks.records import (
 _ATTEMPTS = 16  # that the board names
 _FIRST_NOTICE_SECONDS, _LONGEST_NOTICE_SECONDS = 0.25, 8.0
 _MOST_LEAD = 100_000  # iterations
+_DOUBT_SECONDS = 1.0  # a card may be older than the capture of the last boundary, which training had passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Chair:
         self._notice_seconds = _FIRST_NOTICE_SECONDS
         self._board = Board(generation, 0, world_size)
         self._receipts: dict[int, Receipt] = {}  # of the open attempt
-        self._deadline = math.inf  # of the open attempt
+        self._deadline, self._opened = math.inf, now  # of the open attempt
         self._numbers = 0
 
     # What comes in
@@ -95,19 +96,19 @@ class Chair:
     def schedule(self, schedule: Schedule) -> None:
         self._board = replace(self._board, schedule=schedule)
 
-    def resume(self, step: int | None) -> None:
+    def resume(self, step: int | None, run_id: str) -> None:
         """All ranks have come: they restore this step, or begin anew."""
         if self._board.start.stage == "reports":
-            self._board = replace(self._board, start=Start("restore", step))
+            self._board = replace(self._board, start=Start("restore", step, run_id))
 
-    def open(self, step: int) -> int:
+    def open(self, step: int, now: float) -> int:
         """Open an attempt to write a version; returns its number. An open one before it has failed."""
         if self.open_attempt is not None:
             self.conclude(self.open_attempt.number, "failed", f"step {step} was begun before it was complete")
         self._numbers += 1
         attempts = (*self._board.attempts, Attempt(self._numbers, step))[-_ATTEMPTS:]
         self._board = replace(self._board, attempts=attempts)
-        self._receipts, self._deadline = {}, math.inf
+        self._receipts, self._deadline, self._opened = {}, math.inf, now
         return self._numbers
 
     def conclude(self, number: int, ended: Ended, reason: str = "", missing: tuple[int, ...] = ()) -> None:
@@ -200,7 +201,7 @@ class Chair:
                 self.conclude(attempt.number, "failed", f"rank {rank}: {receipt.failure}")
                 return
         skipped = tuple(rank for rank in missing if self._skipped(rank, attempt.step))
-        if skipped:
+        if skipped and now - self._opened >= _DOUBT_SECONDS:
             reason = f"{name_ranks(skipped)} passed step {attempt.step} without a capture of it"
             self.conclude(attempt.number, "failed", reason, skipped)
             return

@@ -19,7 +19,7 @@ from checkflow.runtime.ranks import receipts, starting
 from checkflow.runtime.ranks.chair import Chair, Overview
 from checkflow.runtime.ranks.meeting import MeetingPlace
 from checkflow.runtime.ranks.member import Member, View
-from checkflow.runtime.ranks.records import Attempt, Ended, Receipt, Schedule, StartReport
+from checkflow.runtime.ranks.records import Attempt, Ended, Receipt, Schedule, Start, StartReport
 from checkflow.runtime.ranks.rounds import Event, Rounds
 
 logger = logging.getLogger("checkflow")
@@ -76,12 +76,16 @@ class Council:
     # The start
 
     def agree_start(
-        self, report: StartReport, choose: Callable[[Mapping[int, StartReport]], int | None] | None = None
-    ) -> int | None:
-        """Come to the start with all ranks; returns the step that all restore, or None to begin anew.
+        self,
+        report: StartReport,
+        choose: Callable[[Mapping[int, StartReport]], int | None] | None = None,
+        run_id: str = "",
+    ) -> Start:
+        """Come to the start with all ranks; returns what rank 0 says: the step that all restore, and the run's id.
 
         Args:
-            choose: rank 0's: the step, from all ranks' reports.
+            choose: rank 0's: the step, from all ranks' reports; None to begin anew.
+            run_id: rank 0's.
 
         Raises:
             MissingShardsError: a rank did not come, or ended; ``ranks`` names it.
@@ -97,9 +101,9 @@ class Council:
             except BaseException as error:
                 self.refuse(error)
                 raise
-            self._tell(lambda member, chair, now: None if chair is None else chair.resume(step))
+            self._tell(lambda member, chair, now: None if chair is None else chair.resume(step, run_id))
         self._await_start(lambda: self.view.start.stage != "reports" or None, 2 * self._start_seconds)
-        return self.view.start.step
+        return self.view.start
 
     def agree_restored(self, report: StartReport, wait_seconds: float) -> None:
         """This rank has restored; returns when all have, and their replicas agree. Raises as :meth:`agree_start`."""
@@ -187,7 +191,7 @@ class Council:
 
         def open_it(member: Member, chair: Chair | None, now: float) -> None:
             assert chair is not None, "rank 0 opens attempts"
-            answer.put(chair.open(step))
+            answer.put(chair.open(step, now))
 
         self._tell(open_it)
         found = self._wait(lambda: None if answer.empty() else answer.get(), _MARGIN_SECONDS)
@@ -199,14 +203,19 @@ class Council:
         """Another rank: the attempt to write this step, newer than attempt ``after``.
 
         Raises:
-            MissingShardsError: rank 0 does not begin it in time.
+            MissingShardsError: rank 0 does not begin it in time, or does not answer.
             StorageError: rank 0 writes a later step instead, or the attempt has failed already.
         """
+        silent = False
 
         def begun() -> Attempt | bool | None:
             later = [one for one in self.view.attempts if one.number > after and one.step >= step]
             mine = [one for one in later if one.step == step]
-            return mine[-1] if mine else (False if later else None)
+            if mine or later:
+                return mine[-1] if mine else False
+            nonlocal silent
+            silent = 0 in self.view.silent
+            return True if silent else None
 
         found = self._wait(begun, wait_seconds)
         if isinstance(found, Attempt):
@@ -215,6 +224,8 @@ class Council:
             return found
         if found is False:
             raise StorageError(f"rank 0 saves a later step than {step}")
+        if silent:
+            raise MissingShardsError(f"rank 0 does not answer, and did not begin to save step {step}", (0,))
         raise MissingShardsError(f"rank 0 did not begin to save step {step} within {wait_seconds:g} s", (0,))
 
     def post_receipt(self, receipt: Receipt) -> None:

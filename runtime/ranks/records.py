@@ -97,11 +97,17 @@ class StartReport:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Rank 0's word on the start. ``stage``: reports are awaited, all restore ``step`` (None: begin anew), training."""
+    """Rank 0's word on the start.
+
+    Attributes:
+        stage: reports are awaited, all restore ``step`` (None: begin anew), training.
+        run_id: of this run, from "restore" on.
+    """
 
     __pydantic_config__ = STRICT
     stage: Literal["reports", "restore", "train"] = "reports"
     step: Step | None = None
+    run_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,10 @@ from checkflow.runtime.job import compatibility
 from checkflow.runtime.memory_tier.staging import StagingBuffer, StagingBuffers
 from checkflow.runtime.snapshot.chunk_map import ChunkMap, make_chunk_map, planned_records
 from checkflow.runtime.snapshot.program import AnchorWork, Program
+from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.snapshot.unwritten import SettledTensors, WrittenError
 from checkflow.runtime.state.collect import StateWalk, version_of, versions_of
+from checkflow.runtime.store.parts import Source
 from checkflow.runtime.transfer.engine import (
     CaptureOutcome,
     Concluded,
@@ -57,6 +59,7 @@ class Capture:
     settled: Mapping[str, Digest]  # of settled tensors, known from before
     plan_digest: str  # of the plan at its begin; "" for none
     by_plan: bool  # False: everything is copied at the boundary
+    sources: Mapping[str, Source] = field(default_factory=dict)  # of a rank's parts
     begun: float = field(default_factory=time.monotonic)
     arrived: bool = False  # and handed on
     error: CheckflowError | None = None  # why it did not arrive
@@ -99,6 +102,7 @@ class Capturer:
         deliver: called with each complete capture, on any thread.
         known_to_fit: whether the job was compared with the plan already; otherwise the first capture does it.
         at_boundary: copy everything at the boundary, whatever the plan says.
+        share: what this rank copies, if there are several.
     """
 
     def __init__(
@@ -113,7 +117,9 @@ class Capturer:
         known_to_fit: bool = False,
         resumed: bool = False,
         at_boundary: bool = False,
+        share: RankShare | None = None,
     ) -> None:
+        self._share = share
         self._plan, self._program, self._walk, self._engine = plan, program, walk, engine
         self._buffers, self._deliver = buffers, deliver
         buffers.grow(make_layout(planned_records(plan)).buffer_bytes)  # now: touching so much memory is slow
@@ -188,12 +194,12 @@ class Capturer:
                 self._prepare(buffer, chunk_map)
             self.join()
             at_once = self._copy_at_boundary(buffer, chunk_map)
-            digests = Digests(chunk_map.state.tensors) if audit or self.settled.undecided else None
+            digests = Digests(chunk_map.items) if audit or self.settled.undecided else None
             settled = self.settled.look(self._tensors, digests)
             ties, absent = chunk_map.state.ties, chunk_map.absent
             self._capture = capture = Capture(
                 step, buffer, chunk_map.layout, extra, info, ties, absent, digests, settled, self._plan.digest,
-                by_plan=not self._at_boundary,
+                by_plan=not self._at_boundary, sources=chunk_map.sources,
             )  # fmt: skip
         except BaseException:
             self._capture = None
@@ -393,8 +399,10 @@ class Capturer:
         """Lay out files for the state as it is now, with buffers that fit."""
         self._chunk_map = None  # if this fails, the next capture tries again
         compatibility.refuse_other_memory(state, self._engine.source)  # optimizers create state late
-        chunk_map = make_chunk_map(self._plan, state, self._engine.source, at_boundary=self._at_boundary)
-        self._tensors = {item.name: item.tensor for item in state.tensors if item.name in chunk_map.planned}
+        chunk_map = make_chunk_map(
+            self._plan, state, self._engine.source, at_boundary=self._at_boundary, share=self._share
+        )
+        self._tensors = {item.name: item.tensor for item in chunk_map.items if item.name in chunk_map.planned}
         self._buffers.grow(chunk_map.layout.buffer_bytes)
         self._prepared = {}
         self.settled.forget()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,15 +13,22 @@ from checkflow.core.plan import Plan
 from checkflow.core.state import StateTensor, TrainingState, dtype_name, memory_order
 from checkflow.core.units import format_size
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord, make_layout
+from checkflow.runtime.snapshot.share import RankShare
+from checkflow.runtime.store.parts import Source
 
 logger = logging.getLogger("checkflow")
 
 
 @dataclass(frozen=True)
 class ChunkMap:
-    """What captures share as long as the layout stays the same."""
+    """What captures share as long as the layout stays the same.
+
+    Attributes:
+        items: what is copied: all state tensors, or a rank's parts of them, which ``sources`` describes.
+    """
 
     state: TrainingState
+    items: tuple[StateTensor, ...]
     planned: frozenset[str]  # tensors that leave as the plan says
     holds: tuple[torch.Tensor, ...]  # aliases keep the memory if ``.data`` is reassigned during a capture
     layout: Layout
@@ -28,19 +36,29 @@ class ChunkMap:
     at_boundary: tuple[StateTensor, ...]
     chunks: tuple[tuple[int, int, int], ...]  # source address, staging offset, length
     chunk_bytes: int
+    sources: Mapping[str, Source] = field(default_factory=dict)
 
 
-def make_chunk_map(plan: Plan, state: TrainingState, source: torch.device, *, at_boundary: bool) -> ChunkMap:
-    """Lay out files for the state as it is now; the plan's chunks leave from ``source``'s memory."""
+def make_chunk_map(
+    plan: Plan, state: TrainingState, source: torch.device, *, at_boundary: bool, share: RankShare | None = None
+) -> ChunkMap:
+    """Lay out files for the state as it is now; the plan's chunks leave from ``source``'s memory.
+
+    Args:
+        share: which parts of the state this rank copies, if there are several.
+    """
     deadlines, last = plan.deadlines, plan.horizon_steps
-    live = {item.name: item for item in state.tensors}
-    records = [
-        tensor_record(item, last if (due := deadlines.get(item.name)) is None else due) for item in state.tensors
-    ]
-    layout = make_layout(records)
+    items, sources = state.tensors, dict[str, Source]()
+    records = [tensor_record(item, last if (due := deadlines.get(item.name)) is None else due) for item in items]
+    if share is None:
+        layout = make_layout(records)
+    else:
+        items, records, sources = share.of(state, records)
+        layout = make_layout(records, shard=share.view.rank, shards=share.view.world_size)
+    live = {item.name: item for item in items}
     planned = frozenset() if at_boundary else _planned(plan, live, source)
     if not at_boundary:
-        _log_unknown(plan, [item for item in state.tensors if item.name not in planned])
+        _log_unknown(plan, [item for item in items if item.name not in planned])
     chunks = tuple(
         (
             live[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes,
@@ -54,13 +72,15 @@ def make_chunk_map(plan: Plan, state: TrainingState, source: torch.device, *, at
     known = {spec.name for spec in plan.fingerprint.state}
     return ChunkMap(
         state,
+        items,
         planned,
         tuple(item.tensor.detach() for item in state.tensors),
         layout,
         tuple(sorted(known - live.keys() - {name for name, _ in state.ties})),
-        tuple(item for item in state.tensors if item.name not in planned),
+        tuple(item for item in items if item.name not in planned),
         chunks,
         sum(length for _, _, length in chunks),
+        sources,
     )
 
 

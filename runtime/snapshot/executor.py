@@ -24,6 +24,7 @@ from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.snapshot.anchors import AnchorHooks, Place, Sightings
 from checkflow.runtime.snapshot.capturer import Capture, Capturer
 from checkflow.runtime.snapshot.program import Program, compile_plan
+from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.snapshot.unwritten import WrittenError
 from checkflow.runtime.system.signals import raised_by_handler
 from checkflow.runtime.transfer.engine import CopyEngine
@@ -69,6 +70,7 @@ class Execution:
         deliver: takes each complete capture, on any thread.
         raising: whether a fault is raised inside the user's loop, after it was handled.
         sightings: what is known of the job's anchors; outlives one plan.
+        share: what this rank copies, if there are several.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Execution:
         known_to_fit: bool = False,
         resumed: bool = False,
         sightings: Sightings | None = None,
+        share: RankShare | None = None,
     ) -> None:
         self.plan = plan
         self._sightings = Sightings() if sightings is None else sightings
@@ -108,6 +111,7 @@ class Execution:
             known_to_fit=known_to_fit,
             resumed=resumed,
             at_boundary=plan is UNPLANNED,
+            share=share,
         )
         self.captures = self.aborted = 0
         self.distrusted = False

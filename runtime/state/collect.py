@@ -6,10 +6,12 @@ import array
 import operator
 import random
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -74,6 +76,8 @@ class StateWalk:
 
     def current(self) -> TrainingState:
         """The state: the same object as at the last call exactly if no tensor, and no memory of one, changed."""
+        if self._of_a_rank:
+            _shard_again(self._models)
         if self._state is None or not self._unchanged():
             self._state = collect_state(self._models, self._optimizers, of_a_rank=self._of_a_rank)
             self._remember()
@@ -136,6 +140,14 @@ class StateWalk:
         self.modules_with_extra_state = dict(modules_with_extra_state(self._models))
 
 
+def _shard_again(models: Models) -> None:
+    """Have FSDP2 free whole parameters, which it keeps after a forward pass that no backward pass has followed."""
+    for model in models.values():
+        for module in model.modules():
+            if isinstance(getattr(module, "_get_fsdp_state", None), types.MethodType):
+                module.reshard()  # type: ignore[operator]
+
+
 class _ScriptedTable:
     """Gives a table of a torch.jit module the methods of a dictionary that a walk needs."""
 
@@ -186,6 +198,27 @@ def compact_generators(states: Mapping[str, Any]) -> dict[str, Any]:
     """The same states as fewer objects."""
     python = states["python"]
     return {**states, "python": {**python, "words": array.array("I", python["words"]).tobytes()}}
+
+
+def derived_generators(states: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """States for a rank that is new, from those of rank 0: others than any rank has, and the same each time."""
+    words = xxhash.xxh3_64_intdigest(f"{rank} {sorted(states)}".encode() + bytes(states["torch"].numpy()))
+    seed = words >> 1
+    version, numbers, gauss = random.Random(seed).getstate()
+    found: dict[str, Any] = {
+        **states,
+        "python": {"version": version, "words": array.array("I", numbers).tobytes(), "gauss": gauss},
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+    }
+    if "numpy" in states:
+        import numpy
+
+        found["numpy"] = numpy.random.RandomState(seed % 2**32).get_state()
+    if "cuda" in states and torch.cuda.is_available():
+        found["cuda"] = [
+            torch.Generator(f"cuda:{index}").manual_seed(seed).get_state() for index in range(torch.cuda.device_count())
+        ]
+    return found
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from checkflow.runtime.format.manifest import Manifest, TensorEntry, names_of_ra
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.collect import (
     Stateful,
+    derived_generators,
     drop_state,
     make_lazy_state,
     make_state_by_stepping,
@@ -217,6 +218,11 @@ def restore(
     named = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
     sources = {**named, **dict(checkpoint.ties)}
     extra = codec.decode(checkpoint.extra_bytes)
+    own = checkpoint.rank_extra_bytes(view.rank) if view else None
+    if view is not None and own is not None:
+        extra = {**extra, **codec.decode(own)}
+    elif view is not None and view.rank and "generators" in extra:
+        extra = {**extra, "generators": derived_generators(extra["generators"], view.rank)}
     if "imported" in extra:
         if view is not None:
             raise MismatchError(f"{checkpoint.path} holds imported weights, which one process restores")
@@ -257,7 +263,7 @@ def restore(
     if view is None:
         checkpoint.verify_rest()
     restore_extra(extra["job"], models, optimizers, objects)
-    return Resumed(checkpoint.step, extra, checkpoint.rank_extra_bytes(view.rank) if view else None)
+    return Resumed(checkpoint.step, extra, own)
 
 
 def restore_rank(

@@ -105,9 +105,3 @@ def test_even_tails_leave_out_fewer_samples_than_ranks(size: int, seen: Seen) ->
     """And only where a run was stopped before so few that a rank would have none."""
     dropped, _ = seen[-1][0][Scenario(size).name]["left"][0]
     assert dropped == (size - STOPPED if size - STOPPED < 4 else 0)
-
-
-def test_several_ranks_of_a_checkpointer_are_refused_in_words(seen: Seen) -> None:
-    assert STARTS[1][0] == 2
-    for rank in seen[1]:
-        assert rank["Checkpointer"].startswith("torch.distributed has 2 ranks: this version checkpoints one process")

@@ -347,6 +347,23 @@ def test_an_end_of_an_epoch_gives_way_to_a_newer_one_alone() -> None:
     assert written == [1, 20, 22]
 
 
+def test_a_rank_spares_what_rank_0_may_still_ask_for() -> None:
+    """The newest that waits is not replaced: rank 0 may have begun to write it when the next one comes."""
+    commit, capture = GatedStorage(), waiting_capture
+    dropped: list[int] = []
+    writer = Writer(commit, lambda one: dropped.append(one.step), supersede=True, spared=1)
+    writer.submit(capture(1))
+    with writer._changed:
+        while not writer._busy:
+            writer._changed.wait(0.01)
+    for step in (2, 3, 4, 5):
+        writer.submit(capture(step))
+    assert dropped == [2, 3]
+    commit.gate.set()
+    writer.close()
+    assert commit.written == [1, 4, 5]
+
+
 @pytest.mark.usefixtures("world")  # whose plans have no link
 def test_each_capture_is_held_back_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU one may still be on its way when the next one begins."""

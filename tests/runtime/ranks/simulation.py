@@ -178,7 +178,7 @@ class Seat:
         while (chair := self.rounds.chair) is not None and not chair.overview().reports and not self._refused():
             yield 0.1
         resume = self.resume
-        self.tell(lambda member, chair, now: chair.resume(resume) if chair else None)
+        self.tell(lambda member, chair, now: chair.resume(resume, "run") if chair else None)
         self.tell(lambda member, chair, now: chair.schedule(Schedule((), resume, world.every)) if chair else None)
         while self.view.start.stage == "reports" and not self._refused():
             yield 0.1
@@ -258,7 +258,7 @@ class Seat:
             return
         step = self.captures[-1]
         opened: list[int] = []
-        self.tell(lambda member, chair, now: opened.append(chair.open(step)) if chair else None)
+        self.tell(lambda member, chair, now: opened.append(chair.open(step, now)) if chair else None)
         while not opened:
             yield 0.05
         yield draw.uniform(0, 0.5)

@@ -63,13 +63,17 @@ def seats(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def start(council: Council, *, job: str = "job", replica: str = "same", step: int | None = 7) -> int | None:
-    found = council.agree_start(StartReport(job, (3,)), lambda reports: step)
+    found = council.agree_start(
+        StartReport(job, (3,)), lambda reports: step, "run of rank 0" if not council.rank else ""
+    )
+    assert found.run_id == "run of rank 0"
     council.agree_restored(StartReport(job, restored=True, replicas={"weights": replica}), 30)
-    return found
+    return found.step
 
 
 def receipt(council: Council, attempt: Attempt, /, **other: Any) -> Receipt:
-    values = {"generation": council.generation, "attempt": attempt.number, "step": attempt.step, **other}
+    values = {"generation": council.generation, "attempt": attempt.number, "step": attempt.step}
+    values |= other
     return Receipt(council.rank, WORLD, **values)
 
 

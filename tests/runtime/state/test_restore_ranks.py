@@ -90,7 +90,7 @@ def save_job(model: nn.Module, optimizer: torch.optim.Optimizer | None, view: Ra
 
     def write(root: int) -> Any:
         folder = fs.open_folder(folder_name(2, "r", "a"), dir_fd=root)
-        mine = f"of rank {rank}".encode() if rank else None
+        mine = codec.encode({"from": f"rank {rank}"}) if rank else None
         image = lambda file: file_image(file, staging, BLOCK_BYTES)  # noqa: E731
         return write_part(folder, rank, world_size, layout, image, sources, extra=mine, ties=state.ties)
 
@@ -179,7 +179,7 @@ def test_any_mesh_goes_on_from_any_other(
             # Own statistics go to the rank of that number, to new ranks those of the lowest.
             mine = expected[rank if rank < of_first and first != "ddp" and then != "ddp" else 0]
             assert_equal(state, {n: (mine if is_own(n) else expected[0])[n] for n in expected[0]})
-            assert own == (f"of rank {rank}".encode() if 0 < rank < of_first else None)
+            assert own == (codec.encode({"from": f"rank {rank}"}) if 0 < rank < of_first else None)
 
 
 def test_a_version_of_one_process_goes_on_as_ranks(tmp_path: Path, places: list[Path]) -> None:

@@ -1,0 +1,90 @@
+"""What several ranks agree at boundaries: which ones are saved, and at which one training ends.
+
+The training thread reads what the council has heard, and sends no message. It waits at the last boundary alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from checkflow.runtime.ranks.council import Council
+from checkflow.runtime.ranks.member import View
+from checkflow.runtime.ranks.records import Schedule
+
+_SCHEDULED = 16  # boundaries that a schedule names at most
+_WAIT_SHARE = 0.6  # of the grace period: the rest is for the last checkpoint
+
+
+class Agreement:
+    """One rank's side of it.
+
+    Args:
+        by_number: which boundaries are saved follows from their numbers alone.
+        grace_seconds: from a signal to the end.
+    """
+
+    def __init__(self, council: Council, *, by_number: bool, grace_seconds: float) -> None:
+        self._council, self._by_number, self._grace_seconds = council, by_number, grace_seconds
+        self.leads = council.rank == 0
+        self._view: View = council.view
+        self._scheduled: deque[int] = deque(maxlen=_SCHEDULED)  # rank 0's
+        self._ends_by: float | None = None  # time.monotonic
+
+    @property
+    def ahead(self) -> int:
+        """By how many iterations rank 0 decides before a boundary."""
+        return 0 if self._by_number else self._council.overview.lead
+
+    @property
+    def world_size(self) -> int:
+        return self._council.world_size
+
+    def arrive(self, step: int) -> bool:
+        """Training has come to a boundary; returns whether it ends there, or waits there until that is agreed."""
+        self._view = view = self._council.note_boundary(step)
+        stops = view.stops_at(step)
+        if stops and self._ends_by is None:
+            left_seconds = self._grace_seconds if view.end is None else view.end.left_seconds
+            self._ends_by = time.monotonic() + _WAIT_SHARE * left_seconds
+        return stops
+
+    def is_saved(self, step: int) -> bool:
+        """Whether all ranks that end at this boundary save it: not where a rank is dead, or the grace period over."""
+        return self._view.end is not None and self._view.end.at == step
+
+    def is_due(self, step: int, *, wanted: bool) -> bool:
+        """Whether all ranks capture this boundary.
+
+        Args:
+            wanted: whether rank 0 wants the boundary that is ``ahead`` of this one.
+        """
+        if self._by_number:
+            return wanted
+        if not self.leads:
+            return self._view.schedule.is_due(step)
+        if wanted and (not self._scheduled or self._scheduled[-1] < step):
+            self._scheduled.append(step + self.ahead)
+            self._council.schedule(Schedule(tuple(self._scheduled), self._scheduled[-1]))
+        return step in self._scheduled
+
+    def leave(self, step: int, *, captured: bool) -> None:
+        """Training goes on from a boundary."""
+        self._council.leave_boundary(step, captured=captured)
+
+    def ends(self, step: int, *, captured: bool) -> bool:
+        """Wait at a boundary until it is agreed that training ends there; False: it goes on to a later one."""
+        left_seconds = 0.0 if self._ends_by is None else max(0.0, self._ends_by - time.monotonic())
+        return self._council.await_end(step, captured=captured, wait_seconds=left_seconds)
+
+    @property
+    def reason(self) -> str:
+        """Why training ends, in a word."""
+        view = self._council.view
+        if view.end is not None:
+            return view.end.reason
+        return "a rank that does not answer" if view.silent else "another rank"
+
+    def ask_end(self, reason: str) -> None:
+        """A signal asks this rank to end, and so all. Any thread may call it, more than once."""
+        self._council.request_end(reason, self._grace_seconds)

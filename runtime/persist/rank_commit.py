@@ -1,0 +1,158 @@
+"""Commits captures of several ranks: each rank writes its part into one directory, and rank 0 makes a version of it.
+
+It runs on each rank's writer thread. docs/explanation/ranks.md has the protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import TypeAdapter, ValidationError
+
+from checkflow.core.errors import CheckflowError, StorageError, first_fault
+from checkflow.runtime.format import codec
+from checkflow.runtime.format.layout import file_image
+from checkflow.runtime.format.manifest import BLOCK_BYTES
+from checkflow.runtime.ranks import receipts
+from checkflow.runtime.ranks.council import Council
+from checkflow.runtime.ranks.meeting import wait_until
+from checkflow.runtime.ranks.records import Attempt, Costs, Receipt
+from checkflow.runtime.snapshot.capturer import Capture
+from checkflow.runtime.store.files import step_name
+from checkflow.runtime.store.parts import Gathered, Written, commit_ranks, folder_name, write_part
+from checkflow.runtime.store.shared import SharedStore
+from checkflow.runtime.store.store import Store, reported
+from checkflow.runtime.system import fs
+
+logger = logging.getLogger("checkflow")
+
+#: What all ranks must have alike: otherwise they are at different iterations.
+_ALIKE = ("iteration", "epoch", "position", "turns")
+_WRITTEN: TypeAdapter[Written] = TypeAdapter(Written)
+_VERDICT_TIMES = 3  # as long as for receipts: rank 0 waits for these, writes and syncs
+
+
+class RankCommit:
+    """One rank's part in each commit.
+
+    Args:
+        store: rank 0's, or what the others know of it.
+    """
+
+    def __init__(self, council: Council, store: Store | SharedStore) -> None:
+        self._council, self._store = council, store
+        self._attempt = 0  # the last one of this rank
+        self._persist_seconds = 0.0  # of this rank's last files
+
+    def commit(self, capture: Capture, extra: bytes, info: Mapping[str, Any]) -> Path:
+        """Commit a capture with all other ranks'. When it returns, the version survives a power cut.
+
+        Raises:
+            MissingShardsError: a rank has not written in time, or cannot; ``ranks`` names it.
+            StorageError, MismatchError: there is no such version, on no rank.
+        """
+        if isinstance(self._store, Store):
+            return self._lead(self._store, capture, extra, info)
+        return self._follow(capture, extra)
+
+    def over(self, step: int) -> None:
+        """A capture has ended, committed or not: no later attempt finds it here."""
+        self._council.note_dropped(step)
+
+    def _lead(self, store: Store, capture: Capture, extra: bytes, info: Mapping[str, Any]) -> Path:
+        attempt = self._council.open_attempt(capture.step)
+
+        def gather(root: int, folder: int) -> Gathered:
+            self._council.post_receipt(self._write(folder, attempt, capture, extra))
+            found = self._council.collect(attempt, _joined_later)
+            return Gathered([_loads(receipt) for receipt in found], extra)
+
+        try:
+            path = commit_ranks(
+                store, capture.step, str(attempt.number), gather, info=info, plan_digest=capture.plan_digest
+            )
+        except BaseException as error:
+            self._council.conclude(attempt, error)
+            raise
+        self._council.conclude(attempt)
+        return path
+
+    def _follow(self, capture: Capture, extra: bytes) -> Path:
+        council, step = self._council, capture.step
+        path = self._store.directory / step_name(step)
+        patience_seconds = receipts.wait_seconds(self._persist_seconds)
+        if any((one.step, one.ended) == (step, "committed") for one in council.view.attempts):
+            return path  # it was tried again here, since rank 0's word came late
+        attempt = council.await_attempt(step, patience_seconds, after=self._attempt)
+        self._attempt = attempt.number
+        try:
+            with reported(f"cannot write rank {council.rank}'s part of step {step} to {self._store.directory}"):
+                receipt = self._write_into(attempt, capture, extra, patience_seconds)
+        except CheckflowError as error:
+            council.post_receipt(self._receipt(attempt, failure=" ".join(str(error).split())))
+            raise
+        council.post_receipt(receipt)
+        council.await_verdict(attempt, _VERDICT_TIMES * receipts.wait_seconds(self._persist_seconds))
+        return path
+
+    def _write_into(self, attempt: Attempt, capture: Capture, extra: bytes, wait_seconds: float) -> Receipt:
+        """Write into the directory that rank 0 makes for this attempt, as soon as it is there."""
+        name = folder_name(capture.step, self._store.run_id, str(attempt.number))
+        with fs.folder(str(self._store.directory)) as root:
+
+            def opened() -> int | None:
+                try:
+                    return fs.open_folder(name, dir_fd=root)
+                except FileNotFoundError:
+                    found = self._council.view.attempt(attempt.number)
+                    if found is not None and found.ended:
+                        raise StorageError(f"step {capture.step} was not saved: {found.reason}") from None
+                    return None
+
+            folder: int | None = wait_until(opened, wait_seconds)
+            if folder is None:
+                raise StorageError(f"{name} of rank 0 is not seen here: do all ranks see one directory?")
+            try:
+                return self._write(folder, attempt, capture, extra)
+            finally:
+                fs.close_quietly(folder)
+
+    def _write(self, folder: int, attempt: Attempt, capture: Capture, extra: bytes) -> Receipt:
+        begun = time.perf_counter()
+        council, staging = self._council, capture.buffer.view
+        known = codec.decode(extra)
+        alike = codec.encode({name: known[name] for name in _ALIKE})
+        written = write_part(
+            folder, council.rank, council.world_size, capture.layout,
+            lambda file: file_image(file, staging, BLOCK_BYTES), capture.sources,
+            extra=extra if council.rank else None, ties=capture.ties, absent=capture.absent,
+            extra_digest=xxhash.xxh3_128_hexdigest(alike),
+        )  # fmt: skip
+        self._persist_seconds = time.perf_counter() - begun
+        return self._receipt(attempt, written=_WRITTEN.dump_json(written).decode())
+
+    def _receipt(self, attempt: Attempt, **more: Any) -> Receipt:
+        council, costs = self._council, Costs(persist_seconds=self._persist_seconds)
+        return Receipt(
+            council.rank, council.world_size, council.generation, attempt.number, attempt.step, costs=costs, **more
+        )
+
+
+def _loads(receipt: Receipt) -> Written:
+    """What a rank has written; StorageError if its receipt does not say."""
+    try:
+        found = _WRITTEN.validate_json(receipt.written)
+    except ValidationError as error:
+        raise StorageError(f"the receipt of rank {receipt.rank} is damaged: {first_fault(error)}") from None
+    if found.rank != receipt.rank:
+        raise StorageError(f"the receipt of rank {receipt.rank} is of files of rank {found.rank}")
+    return found
+
+
+def _joined_later(found: object) -> None:
+    """What covers each tensor is checked where the parts are joined, before the manifest is written."""

@@ -1,0 +1,184 @@
+"""How one of several ranks starts: all restore the step that rank 0 finds, each its own part, or all refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError, StorageError
+from checkflow.runtime.arguments import Arguments
+from checkflow.runtime.job.job import Job
+from checkflow.runtime.ranks.council import Council
+from checkflow.runtime.ranks.records import StartReport, name_ranks
+from checkflow.runtime.state import half_restored
+from checkflow.runtime.state.meshes import RankView
+from checkflow.runtime.state.restore import Resumed, restore_rank
+from checkflow.runtime.store.discovery import open_verified, refuse
+from checkflow.runtime.store.files import glance, step_name
+from checkflow.runtime.store.shared import SharedStore
+from checkflow.runtime.store.store import Store
+
+logger = logging.getLogger("checkflow")
+
+RESTORE_SECONDS = 1800.0  # until all ranks have restored; one that ends or refuses ends the wait at once
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStart:
+    """A rank's store, and the step that all ranks are to restore; None: they begin anew."""
+
+    council: Council
+    store: Store | SharedStore
+    step: int | None
+    report: StartReport
+
+    @property
+    def view(self) -> RankView:
+        return RankView(self.council.rank, self.council.world_size)
+
+    def restore(self, job: Job, asked: str | int, place: Callable[[Mapping[str, Any]], None]) -> Resumed | None:
+        """Restore this rank's part of the step, and its random numbers.
+
+        Raises:
+            MismatchError: the step is of another job; nothing was changed.
+            CorruptCheckpointError, StorageError: it is damaged, or cannot be read. Rank 0 sets a damaged one aside.
+        """
+        if self.step is None:
+            return None
+        path = self.store.directory / step_name(self.step)
+        begun = half_restored.is_marked(job.models, job.optimizers)
+
+        def begin() -> None:
+            nonlocal begun
+            begun = True
+
+        try:
+            half_restored.lift(job.models, job.optimizers)
+            resumed = restore_rank(
+                path, self.view, job.models, job.optimizers, job.objects, None, place=place, begin=begin,
+                trust=self.store.trust,
+            )  # fmt: skip
+        except BaseException as error:
+            if isinstance(error, CorruptCheckpointError):
+                self._set_aside()
+            if begun:
+                half_restored.mark(job.models, job.optimizers)
+                if isinstance(error, CheckflowError):
+                    raise type(error)(f"{error}; {half_restored.WARNING}") from error
+            raise
+        if isinstance(self.store, Store):
+            if isinstance(asked, int):
+                self.store.rewind(asked)
+            self.store.went_on_from(self.step)
+        elif resumed.of_this_rank is None:
+            logger.info(
+                "rank %d is new since step %d: its random numbers follow from those of rank 0",
+                self.view.rank,
+                self.step,
+            )
+        return resumed
+
+    def agree(self, job: Job) -> None:
+        """All ranks have restored, and hold the same where they must. Raises what another rank refused with."""
+        report = dataclasses.replace(self.report, restored=True, replicas=replica_digests(job, self.view))
+        try:
+            self.council.agree_restored(report, RESTORE_SECONDS)
+        except CorruptCheckpointError:  # where another rank has read
+            self._set_aside()
+            raise
+
+    def _set_aside(self) -> None:
+        """Rank 0: if the version is damaged, the next start takes an older one."""
+        if self.step is None or not isinstance(self.store, Store):
+            return
+        path = self.store.directory / step_name(self.step)
+        try:
+            open_verified(path, self.store.trust).close()
+        except CorruptCheckpointError as error:
+            refuse(path, error, self.store.set_aside)
+
+
+def open_store(arguments: Arguments) -> Store:
+    """The directory of checkpoints, locked."""
+    return Store(
+        arguments.directory,
+        run_id=uuid.uuid4().hex[:16],
+        trust=arguments.trust,
+        **dataclasses.asdict(arguments.rules),
+    )
+
+
+def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
+    """Come to the start with all ranks. Rank 0 opens the directory, and finds the newest step."""
+    report = StartReport(_digest_of(arguments, job, council.world_size))
+    if council.rank:
+        start = council.agree_start(report)
+        store = SharedStore(arguments.directory, run_id=start.run_id, rules=arguments.rules, trust=arguments.trust)
+        return RankStart(council, store, start.step, report)
+    opened = open_store(arguments)
+    try:
+        start = council.agree_start(report, lambda reports: _choose(opened, arguments.resume), opened.run_id)
+    except BaseException:
+        opened.close()
+        raise
+    return RankStart(council, opened, start.step, report)
+
+
+def _choose(store: Store, mode: str | int) -> int | None:
+    """The step to go on from, as ``resume`` asks. Its bytes are verified by the ranks that read them."""
+    paths = store.checkpoints()
+    if mode == "never":
+        if paths:
+            raise StorageError(f'resume="never", but {store.directory} holds {paths[0].name}: choose another one')
+        return None
+    if isinstance(mode, int):
+        if store.directory / step_name(mode) not in paths:
+            raise StorageError(f"resume={mode}, but {store.directory} holds no checkpoint of that step")
+        return glance(store.directory / step_name(mode), trust=store.trust).step
+    unreadable: StorageError | None = None
+    for path in paths:
+        try:
+            return glance(path, trust=store.trust).step
+        except CorruptCheckpointError as error:
+            refuse(path, error, store.set_aside)
+        except StorageError as error:
+            unreadable = unreadable or error
+            logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
+    if unreadable is not None:
+        raise unreadable
+    if mode == "must":
+        raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
+    return None
+
+
+def _digest_of(arguments: Arguments, job: Job, world_size: int) -> str:
+    """Of what must be the same on all ranks."""
+    said = dataclasses.asdict(dataclasses.replace(arguments, directory=str(Path(arguments.directory).absolute())))
+    optimizers = {name: type(optimizer).__name__ for name, optimizer in job.optimizers.items()}
+    alike = (world_size, sorted(said.items()), sorted(job.models), sorted(optimizers.items()), sorted(job.objects))
+    return hashlib.sha256(repr(alike).encode()).hexdigest()[:32]
+
+
+def replica_digests(job: Job, view: RankView) -> dict[str, str]:
+    """Digests of what this rank and others must hold alike, by owner, part of the mesh and holders."""
+    state = job.walk.current()
+    placed = view.placements(state, job.models, job.optimizers)
+    hashes: dict[str, xxhash.xxh3_128] = {}
+    for item in state.tensors:
+        holders = placed[item.name].holders
+        if view.rank not in holders or len(holders) == 1 or not item.tensor.nbytes:
+            continue
+        name = f"{item.name.partition('/')[0]} of {name_ranks(holders)}"
+        found = hashes.setdefault(name, xxhash.xxh3_128())
+        found.update(f"{item.name}{placed[item.name].box}".encode())
+        here = item.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        found.update(here.reshape(-1).view(torch.uint8).numpy().data)
+    return {name: found.hexdigest() for name, found in hashes.items()}

@@ -1,0 +1,1 @@
+"""Kills of jobs of several ranks."""

@@ -1,0 +1,139 @@
+"""Jobs of several ranks: killed, resumed on other ranks, refused together and ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.reader import open_checkpoint
+from checkflow.runtime.store.store import Store
+from tests.support.rank_jobs import numbered, rank_job, run_job
+
+KINDS = {"ddp": 2, "fsdp": 2, "tp": 2, "hsdp": 4}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_job_ends_as_if_it_had_never_been(tmp_path: Path, kind: str) -> None:
+    """All ranks are killed; the next run resumes on all, and trains to the same bits."""
+    ranks, folder = KINDS[kind], numbered(tmp_path)
+    whole = run_job(folder(), ranks, tmp_path / "whole", kind, 3)
+    with rank_job(folder(), ranks, tmp_path / "killed", kind, 3, pause=0.02) as job:
+        job.reach(4)
+        job.kill_all()
+        durable = max(line["durable"] or 0 for line in job.said(0, "stepped"))
+    resumed = run_job(folder(), ranks, tmp_path / "killed", kind, 3)
+    assert resumed.last(0, "begins")["step"] >= durable
+    for rank in range(ranks):
+        assert resumed.last(rank, "begins") | {"pid": 0} == resumed.last(0, "begins") | {"pid": 0}
+        expected, found = whole.last(rank, "ended"), resumed.last(rank, "ended")
+        assert (found["step"], found["digest"]) == (expected["step"], expected["digest"])
+        assert (found["durable"], found["failed"], found["audits"]) == (found["step"], 0, found["committed"])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(("fsdp", 2), ("fsdp", 3)), (("ddp", 2), ("fsdp", 2)), (("fsdp", 3), ("ddp", 2))]
+)
+def test_a_job_goes_on_with_other_ranks(tmp_path: Path, first: tuple[str, int], then: tuple[str, int]) -> None:
+    """The state is the same on any mesh; so is the place in the data."""
+    folder = numbered(tmp_path)
+    before = run_job(folder(), first[1], tmp_path / "all", first[0], 1)
+    after = run_job(folder(), then[1], tmp_path / "all", then[0], 1)
+    for rank in range(then[1]):
+        assert after.last(rank, "begins")["step"] == before.last(0, "ended")["step"]
+        assert after.last(rank, "ended")["digest"] == before.last(0, "ended")["digest"]  # nothing is left to train
+    longer = run_job(folder(), then[1], tmp_path / "all", then[0], 2)
+    assert longer.last(0, "ended")["step"] == before.last(0, "ended")["step"] + 48 // (4 * then[1])
+    new = [rank for rank in range(then[1]) if rank >= first[1]]
+    said = [f"rank {rank} is new since step" in after.printed() for rank in new]
+    assert all(said)
+    assert after.printed().count("is new since step") == len(new)
+
+
+def test_one_process_goes_on_from_several_ranks_and_back(tmp_path: Path) -> None:
+    folder = numbered(tmp_path)
+    ends = [run_job(folder(), ranks, tmp_path / "all", "ddp", 1).last(0, "ended") for ranks in (2, 1, 2)]
+    assert len({(end["step"], end["digest"]) for end in ends}) == 1
+
+
+def test_a_locked_directory_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    with Store(tmp_path / "all", run_id="other"):
+        job = run_job(tmp_path / "run", 3, tmp_path / "all", "ddp", 1)
+    for rank in range(3):
+        refusal = job.last(rank, "refuses")
+        assert refusal["kind"] == "LockedError"
+        assert refusal["seconds"] < 10
+
+
+def test_arguments_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", "ddp", 1, rank1_every=3)
+    for rank in range(2):
+        assert "rank 1 and rank 0 have other arguments" in job.last(rank, "refuses")["message"]
+
+
+def test_a_signal_to_one_rank_ends_all_at_one_boundary(tmp_path: Path) -> None:
+    with rank_job(tmp_path / "run", 3, tmp_path / "all", "fsdp", 400, pause=0.02, every=1000) as job:
+        job.reach(5)
+        os.kill(job.pids()[1], signal.SIGTERM)
+        job.launcher.wait()
+    raised = [job.last(rank, "raised") for rank in range(3)]
+    assert {(one["kind"], one["step"], one["durable"], one["failed"]) for one in raised} == {
+        ("Preempted", raised[0]["step"], raised[0]["step"], 0)
+    }
+    with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
+        checkpoint.verify()
+        assert checkpoint.step == raised[0]["step"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_end_when_a_rank_is_killed(tmp_path: Path, victim: int) -> None:
+    """Nothing is alive 30 s later, and the newest version that any rank knows of is whole."""
+    with rank_job(tmp_path / "run", 3, tmp_path / "all", "ddp", 400, pause=0.02) as job:
+        job.reach(5)
+        os.kill(job.pids()[victim], signal.SIGKILL)
+        begun = time.monotonic()
+        job.launcher.wait()
+        assert job.alive() == []
+        assert time.monotonic() - begun < 35
+        known = max(line.get("durable") or 0 for rank in range(3) for line in job.said(rank))
+    with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
+        checkpoint.verify()
+        assert checkpoint.step >= known
+    resumed = run_job(tmp_path / "again", 3, tmp_path / "all", "ddp", 1)
+    assert resumed.last(0, "begins")["step"] >= known
+
+
+@pytest.mark.parametrize("every", ["auto", "0.3s"])
+def test_rank_0_decides_which_boundaries_all_ranks_save(tmp_path: Path, every: str) -> None:
+    """Where no number says it, and no epoch ends."""
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", "ddp", 30, loop="steps", every=every, pause=0.01)
+    ends = [job.last(rank, "ended") for rank in range(2)]
+    assert [(end["durable"], end["failed"]) for end in ends] == [(180, 0)] * 2
+    assert ends[0]["committed"] > 2
+
+
+def test_evaluation_leaves_whole_parameters_that_are_saved_in_parts(tmp_path: Path) -> None:
+    """FSDP2 keeps them after a forward pass that no backward pass has followed."""
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", "fsdp", 1, evaluate=1)
+    assert job.last(0, "ended")["failed"] == 0
+    with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
+        own = {name for name in checkpoint.manifest.tensors if name.startswith("rank-own/1/")}
+        assert own == {f"rank-own/1/model/2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_that_is_damaged_ends_the_start_on_all_ranks(tmp_path: Path, rank: int) -> None:
+    """The next start takes the checkpoint before it."""
+    directory, folder = tmp_path / "all", numbered(tmp_path)
+    steps = [run_job(folder(), 2, directory, "fsdp", epochs).last(0, "ended")["step"] for epochs in (1, 2)]
+    path = find(directory)[0] / f"model-0000{rank}-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    refused = run_job(folder(), 2, directory, "fsdp", 3)
+    assert [refused.last(one, "refuses")["kind"] for one in range(2)] == ["CorruptCheckpointError"] * 2
+    assert run_job(folder(), 2, directory, "fsdp", 3).last(1, "begins")["step"] == steps[1] - 1 >= steps[0]

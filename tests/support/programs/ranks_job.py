@@ -1,0 +1,161 @@
+"""A job of several ranks under torchrun: DDP, FSDP2, HSDP or tensor parallel. Its digest at the end is of all state.
+
+``ranks_job.py DIRECTORY KIND EPOCHS [OPTION=VALUE ...]`` appends JSON lines to ``log-<rank>`` in the working directory.
+Options: loop=steps (without a loader), evaluate=1 (after each step), every ("auto" for none), rank1_every (one rank's),
+pause (seconds an iteration), grace_seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import checkflow
+
+WIDTH = 64
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(WIDTH, generator=generator), torch.randn(3, generator=generator)
+
+
+def make_model(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    inner = 258 if kind == "tp" else 257  # DTensor cannot multiply uneven parts
+    return nn.Sequential(
+        nn.Linear(WIDTH, inner), nn.ReLU(), nn.BatchNorm1d(inner), nn.Linear(inner, 130), nn.Dropout(0.1),
+        nn.Linear(130, 3),
+    )  # fmt: skip
+
+
+def wrap(model: nn.Module, kind: str) -> nn.Module:
+    world = dist.get_world_size()
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if kind in ("fsdp", "hsdp"):
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world,) if kind == "fsdp" else (2, world // 2),
+                                mesh_dim_names=("shard",) if kind == "fsdp" else ("replicate", "shard"))  # fmt: skip
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    if kind == "tp":
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        model[2] = nn.Identity()  # its statistics would have to be sharded, too
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
+    return model
+
+
+def digest_of(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> str:
+    """Of all whole tensors, the same on all ranks where they are replicated or sharded."""
+    found = hashlib.sha256()
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
+
+    for model in models:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        for name, parameter in model.named_parameters():
+            add(name, parameter)
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                add(f"{name}.{key}", value)
+    return found.hexdigest()
+
+
+def batches(checkpointer: checkflow.Checkpointer, loader: Any, epochs: int) -> Iterator[Any]:
+    """With a loader by epochs, otherwise by steps."""
+    if loader is None:
+        for step in checkpointer.steps(6 * epochs):
+            yield tuple(torch.stack(one) for one in zip(*(Data()[(step + i) % 48] for i in range(4)), strict=True))
+        return
+    for _ in checkpointer.epochs(epochs):
+        yield from checkpointer.loader
+
+
+def main() -> None:
+    directory, kind, epochs, *rest = sys.argv[1:]
+    options = dict(one.split("=", 1) for one in rest)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    log = Path(f"log-{rank}").open("a", encoding="utf-8")  # noqa: SIM115
+
+    def tell(what: str, **more: Any) -> None:
+        log.write(json.dumps({"what": what, "pid": os.getpid(), **more}) + "\n")
+        log.flush()
+
+    tell("starts")
+    model = wrap(make_model(kind), kind)
+    torch.manual_seed(100 if kind == "tp" else 100 + rank)  # ranks of one tensor-parallel group drop alike
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    share = {"rank": 0, "world_size": 1} if kind == "tp" else {}
+    loader = None
+    if options.get("loop") != "steps":
+        loader = checkflow.DataLoader(Data(), batch_size=4, shuffle=True, seed=5, **share)
+    every: Any = options.get(f"rank{rank}_every") or options.get("every", "1")
+    logging.getLogger("checkflow").setLevel(logging.INFO)
+    begun = time.monotonic()
+    try:
+        checkpointer = checkflow.Checkpointer(
+            model, optimizer, loader, directory=directory, audit=1,
+            grace_seconds=float(options.get("grace_seconds", "25")),
+            every=int(every) if every.isdecimal() else None if every == "auto" else every,
+        )  # fmt: skip
+    except checkflow.CheckflowError as error:
+        tell("refuses", kind=type(error).__name__, message=str(error), seconds=time.monotonic() - begun)
+        raise
+    tell("begins", step=checkpointer.resumed_from)
+    try:
+        with checkpointer:
+            for batch, target in batches(checkpointer, loader, int(epochs)):
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(batch), target)
+                loss.backward()
+                optimizer.step()
+                if "evaluate" in options:
+                    model.eval()
+                    with torch.no_grad():
+                        model(batch)
+                    model.train()
+                tell("stepped", step=checkpointer.iteration + 1, durable=checkpointer.durable_step)
+                time.sleep(float(options.get("pause", "0")))
+    except BaseException as error:
+        report = checkpointer.report()
+        tell("raised", kind=type(error).__name__, message=str(error), step=checkpointer.iteration,
+             durable=checkpointer.durable_step, failed=report["failed"])  # fmt: skip
+        raise
+    report = checkpointer.report()
+    tell("ended", step=checkpointer.iteration, durable=checkpointer.durable_step, failed=report["failed"],
+         committed=report["committed"], audits=report["audits_passed"],
+         digest=digest_of([model], optimizer))  # fmt: skip
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
