@@ -35,6 +35,7 @@ def test_a_killed_job_ends_as_if_it_had_never_been(tmp_path: Path, kind: str) ->
         assert (found["durable"], found["failed"], found["audits"]) == (found["step"], 0, found["committed"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"), [(("fsdp", 2), ("fsdp", 3)), (("ddp", 2), ("fsdp", 2)), (("fsdp", 3), ("ddp", 2))]
 )
@@ -54,6 +55,7 @@ def test_a_job_goes_on_with_other_ranks(tmp_path: Path, first: tuple[str, int], 
     assert after.printed().count("is new since step") == len(new)
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_from_several_ranks_and_back(tmp_path: Path) -> None:
     folder = numbered(tmp_path)
     ends = [run_job(folder(), ranks, tmp_path / "all", "ddp", 1).last(0, "ended") for ranks in (2, 1, 2)]
@@ -69,6 +71,7 @@ def test_a_locked_directory_is_refused_on_all_ranks(tmp_path: Path) -> None:
         assert refusal["seconds"] < 10
 
 
+@pytest.mark.slow
 def test_arguments_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
     job = run_job(tmp_path / "run", 2, tmp_path / "all", "ddp", 1, rank1_every=3)
     for rank in range(2):
@@ -89,6 +92,7 @@ def test_a_signal_to_one_rank_ends_all_at_one_boundary(tmp_path: Path) -> None:
         assert checkpoint.step == raised[0]["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_others_end_when_a_rank_is_killed(tmp_path: Path, victim: int) -> None:
     """Nothing is alive 30 s later, and the newest version that any rank knows of is whole."""
@@ -107,6 +111,7 @@ def test_the_others_end_when_a_rank_is_killed(tmp_path: Path, victim: int) -> No
     assert resumed.last(0, "begins")["step"] >= known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", ["auto", "0.3s"])
 def test_rank_0_decides_which_boundaries_all_ranks_save(tmp_path: Path, every: str) -> None:
     """Where no number says it, and no epoch ends."""
@@ -116,6 +121,7 @@ def test_rank_0_decides_which_boundaries_all_ranks_save(tmp_path: Path, every: s
     assert ends[0]["committed"] > 2
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_whole_parameters_that_are_saved_in_parts(tmp_path: Path) -> None:
     """FSDP2 keeps them after a forward pass that no backward pass has followed."""
     job = run_job(tmp_path / "run", 2, tmp_path / "all", "fsdp", 1, evaluate=1)
@@ -125,6 +131,7 @@ def test_evaluation_leaves_whole_parameters_that_are_saved_in_parts(tmp_path: Pa
         assert own == {f"rank-own/1/model/2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_is_damaged_ends_the_start_on_all_ranks(tmp_path: Path, rank: int) -> None:
     """The next start takes the checkpoint before it."""
