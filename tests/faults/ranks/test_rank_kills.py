@@ -10,6 +10,7 @@ from tests.faults.ranks.run import LostError, check, rounds
 from tests.support.rank_jobs import run_job
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 def test_kills_of_ranks_lose_nothing(tmp_path: Path) -> None:
     assert sum(rounds(4, 3, tmp_path).values()) == 4

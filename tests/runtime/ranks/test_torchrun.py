@@ -56,6 +56,7 @@ def heard(directory: Path, ranks: range, what: str) -> list[dict[str, Any]]:
     return list(wait_for(all_said))
 
 
+@pytest.mark.slow
 def test_ranks_start_save_and_end_together(tmp_path: Path) -> None:
     with job(tmp_path, "end", 3) as process:
         assert process.wait() == 0
@@ -69,6 +70,7 @@ def test_ranks_start_save_and_end_together(tmp_path: Path) -> None:
     assert ends[0]["step"] > 30
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("mode", ["kill", "stop"])
 def test_a_rank_that_dies_is_named_by_all_others(tmp_path: Path, mode: str) -> None:
@@ -78,6 +80,7 @@ def test_a_rank_that_dies_is_named_by_all_others(tmp_path: Path, mode: str) -> N
         heard(tmp_path, range(2), "ends")
 
 
+@pytest.mark.slow
 def test_waits_end_where_the_store_does_not_answer(tmp_path: Path) -> None:
     with job(tmp_path, "agent", 2):
         for line in heard(tmp_path, range(2), "fails"):
@@ -85,6 +88,7 @@ def test_waits_end_where_the_store_does_not_answer(tmp_path: Path) -> None:
         heard(tmp_path, range(2), "ends")
 
 
+@pytest.mark.slow
 def test_a_refusal_is_raised_on_all_ranks(tmp_path: Path) -> None:
     with job(tmp_path, "refuse", 3) as process:
         process.wait()
