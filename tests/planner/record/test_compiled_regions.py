@@ -226,7 +226,7 @@ def test_a_plan_for_an_uncompiled_model_stays_consistent_when_it_is_compiled(
         caplog.clear()
         assert_every_checkpoint_is_true(way(prepared_batches(momentum)), plan, tmp_path / way.__name__, iterations=4)
         (line,) = said(caplog)
-        assert "compile the model" in line
+        assert "pass what torch.compile(model) returns" in line
 
 
 def test_code_that_was_compiled_before_and_models_that_are_passed_without_their_wrapper(
