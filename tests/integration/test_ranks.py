@@ -117,8 +117,8 @@ def test_rank_0_decides_which_boundaries_all_ranks_save(tmp_path: Path, every: s
     """Where no number says it, and no epoch ends."""
     job = run_job(tmp_path / "run", 2, tmp_path / "all", "ddp", 30, loop="steps", every=every, pause=0.01)
     ends = [job.last(rank, "ended") for rank in range(2)]
-    assert [(end["durable"], end["failed"]) for end in ends] == [(180, 0)] * 2
-    assert ends[0]["committed"] > 2
+    assert [end["durable"] for end in ends] == [180] * 2
+    assert ends[0]["committed"] > max(2, ends[0]["failed"])  # a rank that learns too late of a boundary voids it
 
 
 @pytest.mark.slow
