@@ -379,7 +379,7 @@ def test_a_loader_that_is_free_again_is_not_told(way: str, tmp_path: Path, caplo
         del first
     second = tmp_path / ("first" if way == "same directory" else "second")
     checkflow.Checkpointer(model, optimizer, loader, directory=second).close()
-    assert "the loader was followed" not in caplog.text
+    assert "the loader belonged to" not in caplog.text
 
 
 @pytest.mark.parametrize("what", ["epochs", "steps"])
