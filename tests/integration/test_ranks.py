@@ -62,6 +62,7 @@ def test_one_process_goes_on_from_several_ranks_and_back(tmp_path: Path) -> None
     assert len({(end["step"], end["digest"]) for end in ends}) == 1
 
 
+@pytest.mark.slow
 def test_a_locked_directory_is_refused_on_all_ranks(tmp_path: Path) -> None:
     with Store(tmp_path / "all", run_id="other"):
         job = run_job(tmp_path / "run", 3, tmp_path / "all", "ddp", 1)
