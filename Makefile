@@ -17,7 +17,7 @@ nanogpt: $(STAMP)
 
 # One case of each test, in some five minutes on two cores: what a change must pass before it is shown to others.
 test: $(STAMP)
-	@$(BIN)/pytest --numprocesses auto --dist loadfile --quick
+	@$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --quick
 
 # Every case of every test.
 test-all: $(STAMP)

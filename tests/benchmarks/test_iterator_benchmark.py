@@ -73,6 +73,7 @@ def test_a_signal_of_somebody_else_ends_it(plan: checkflow.Plan, monkeypatch: py
         with_checkflow(plan, 3, EPOCHS, CUTS)
 
 
+@pytest.mark.slow
 def test_only_checkflow_ends_as_if_nothing_had_happened(plan: checkflow.Plan) -> None:
     samples = len(Digits(training=True))
     truth = uninterrupted(3, EPOCHS, {})

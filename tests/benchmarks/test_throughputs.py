@@ -101,6 +101,7 @@ def test_parameters(task: str, count: int) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
+@pytest.mark.slow
 def test_resnet50_is_resnet50() -> None:
     graph = trace(training_step("ResNet-50 v1.5", "float32", 2), name="resnet50")
     # 4.09 billion multiply-adds forward, as published; backward twice that, but for the gradient of the images.

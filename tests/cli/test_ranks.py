@@ -76,6 +76,7 @@ def test_the_json_of_hsdp_says_what_all_ranks_have(capsys: pytest.CaptureFixture
     assert ranks["storage_bytes_per_second"] == pytest.approx(ranks["global_state_bytes"] / seconds)
 
 
+@pytest.mark.slow
 def test_the_table_of_a_file_that_shards_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--set", "tensor=2", "--ranks", "8", "--device", "H100"]) == FOUND
     out = capsys.readouterr().out

@@ -323,6 +323,7 @@ def test_each_start_adds_a_run_and_the_last_ones_stay(tmp_path: Path, monkeypatc
     assert manifest["run_id"] == runs[-1].run_id
 
 
+@pytest.mark.slow
 def test_what_a_kill_costs_is_told_at_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A process that is really killed: its report is that of its newest checkpoint, which bounds what is done again."""
     job = jobs.Job(tmp_path, kill=("step", 1, 3), reports=True)

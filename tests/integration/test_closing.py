@@ -393,6 +393,7 @@ print("end")
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_forgets_to_close(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORGETFUL],

@@ -61,6 +61,7 @@ def truth_of(job: Job) -> dict[str, torch.Tensor]:
     return clone_state({"model": job.model}, {"optimizer": job.optimizer})
 
 
+@pytest.mark.slow
 def test_the_best_epoch_survives_a_kill(tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     """Killed in a validation; the next run finds the ranking again, and the best stays until the end."""
     losses, options = [3.0, 1.0, 2.0, 1.5, 1.0, 1.2], {"keep_best": 1}

@@ -151,6 +151,7 @@ def test_an_average_is_due_after_the_step() -> None:
 # Devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_jit", [torch.jit.script, layers.by_jit])
 def test_a_scripted_job_goes_on_as_if_uncut(of_jit: Any, tmp_path: Path) -> None:
     """With statistics inside, which one anchor guards; what jit itself traced runs on real tensors only."""
@@ -220,6 +221,7 @@ def test_pinned_memory_is_plain_memory_for_a_cpu() -> None:
 # Lengths
 
 
+@pytest.mark.slow
 def test_sequences_are_planned_for_the_longest() -> None:
     """Whatever the lengths are; and a batch that is packed already has the rows that it has."""
 

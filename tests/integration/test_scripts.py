@@ -13,6 +13,7 @@ from tests.support.scripts import SCRIPTS, Life, run
 KILLS = (7, 8, 9)  # iterations of a life: from the first ones on, something is on its way to storage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_killed_three_times_it_ends_as_if_it_had_not(name: str, tmp_path: Path) -> None:
     assert jobs.in_a_process(run, name, Life(tmp_path / "whole")) == 0

@@ -296,6 +296,7 @@ def test_an_older_version_of_other_state_is_not_taken_in_place_of_a_damaged_one(
         dcp.load({"x": torch.zeros(2)}, storage_reader=Reader(tmp_path))
 
 
+@pytest.mark.slow
 def test_versions_of_others_are_refused(tmp_path: Path) -> None:
     layout = small_layout()
     with Store(tmp_path, run_id="r") as store:

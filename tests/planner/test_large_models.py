@@ -105,6 +105,7 @@ def test_llama_is_planned_over_64_ranks() -> None:
     assert planned.graph.state_bytes == pytest.approx(planned.several.global_state_bytes / 64, rel=0.001)
 
 
+@pytest.mark.slow
 def test_dlrm_is_planned_whole() -> None:
     planned = plan("dlrm")
     graph, made = planned.graph, planned.outcome.plan

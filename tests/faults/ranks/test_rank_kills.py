@@ -16,6 +16,7 @@ def test_kills_of_ranks_lose_nothing(tmp_path: Path) -> None:
     assert sum(rounds(4, 3, tmp_path).values()) == 4
 
 
+@pytest.mark.slow
 def test_what_is_lost_is_found(tmp_path: Path) -> None:
     run_job(tmp_path / "run", 2, tmp_path / "all", "ddp", 1)
     assert check(tmp_path / "all", 6) == 6

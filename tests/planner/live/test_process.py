@@ -118,6 +118,7 @@ def process_of(checkpointer: Checkpointer) -> PlanProcess | None:
     return place._making
 
 
+@pytest.mark.slow
 def test_a_job_whose_planning_is_killed_is_planned_later(tmp_path: Path, caplog: Any) -> None:
     job, killed = Job(), []
 

@@ -101,6 +101,7 @@ def real_buckets(folder: Path, options: dict[str, Any]) -> tuple[list[int], bool
     return [int(size) for size in sizes.split(",")], bool(rebuilt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"bucket_cap_mb": 1}, {"find_unused_parameters": True, "bucket_cap_mb": 1}, {"static_graph": True}],

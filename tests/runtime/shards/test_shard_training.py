@@ -73,6 +73,7 @@ def everything(directory: Path, world_size: int, step: int) -> tuple[Rows, dict[
     return rows, dense
 
 
+@pytest.mark.slow
 def test_three_processes_then_two_then_five(tmp_path: Path) -> None:
     directory, whole = tmp_path / "job" / "versions", tmp_path / "whole" / "versions"
     (tmp_path / "job").mkdir()
