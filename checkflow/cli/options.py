@@ -294,11 +294,11 @@ RanksOption = Annotated[
 ]
 Mesh = Annotated[
     str | None,
-    typer.Option("--mesh", metavar="MESH", help="how --parallel lays the ranks out, such as replicate=8,shard=8"),
+    typer.Option("--mesh", metavar="MESH", help="how the ranks are laid out, such as replicate=8,shard=8"),
 ]
 ParallelOption = Annotated[
     ParallelName | None,
-    typer.Option("--parallel", help="wrap the model so; without it, the file wraps its model itself"),
+    typer.Option("--parallel", help="wrap the model so; without it and --mesh, the file wraps it itself"),
 ]
 Output = Annotated[
     Path | None,

@@ -59,13 +59,15 @@ def request_of(
 
 def ranks_of(count: int | None, mesh: str | None, parallel: ParallelName | None) -> Ranks | None:
     """Return what options say of several ranks; typer.BadParameter if they do not fit together."""
-    from checkflow.planner.model_file.several_ranks import Ranks
+    from checkflow.planner.model_file.several_ranks import SHARD, Ranks
 
     if count is None:
         if mesh is not None or parallel is not None:
             raise typer.BadParameter("--mesh and --parallel lay out several ranks: give their number with --ranks")
         return None
     layout = () if mesh is None else options.read_mesh(mesh)
+    if layout and parallel is None:
+        parallel = options.ParallelName.FSDP if any(name == SHARD for name, _ in layout) else options.ParallelName.DDP
     try:
         return Ranks(count, layout, None if parallel is None else parallel.value)
     except CheckflowError as error:

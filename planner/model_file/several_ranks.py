@@ -111,7 +111,7 @@ def parallelize(step: TrainingStep, ranks: Ranks, name: str) -> TrainingStep:
         return step
     wrapped = [module for model in step.models.values() for module in model.modules() if _is_wrapped(module)]
     if wrapped:
-        raise ModelError(f"{name} wraps its model in {type(wrapped[0]).__name__} itself: leave --parallel out")
+        raise ModelError(f"{name} wraps its model in {type(wrapped[0]).__name__} itself: leave out --parallel, --mesh")
     try:
         if ranks.parallel == "ddp":
             return _with_ddp(step)

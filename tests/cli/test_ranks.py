@@ -58,7 +58,7 @@ def test_eight_replicas_need_an_eighth_of_the_bandwidth() -> None:
 
 
 def test_the_json_of_hsdp_says_what_all_ranks_have(capsys: pytest.CaptureFixture[str]) -> None:
-    hsdp = ["--ranks", "16", "--mesh", "replicate=4,shard=4", "--parallel", "fsdp", "--device", "H100"]
+    hsdp = ["--ranks", "16", "--mesh", "replicate=4,shard=4", "--device", "H100"]
     code, found, _ = said(capsys, *SMALL, *hsdp)
     assert code == FOUND
     ranks = found["ranks"]
@@ -80,7 +80,7 @@ def test_the_json_of_hsdp_says_what_all_ranks_have(capsys: pytest.CaptureFixture
 def test_the_table_of_a_file_that_shards_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--set", "tensor=2", "--ranks", "8", "--device", "H100"]) == FOUND
     out = capsys.readouterr().out
-    assert "8 │ by the file, on DGX H100; the plan is the first rank's" in out
+    assert "8 │ by the file, on DGX H100; the plan is one rank's" in out
     assert "jobs of several ranks run by none yet" in out
 
 

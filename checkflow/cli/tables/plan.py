@@ -170,7 +170,7 @@ def _ranks_rows(planned: Planned, several: SeveralRanks) -> Iterable[tuple[str, 
     layout = (
         " x ".join(f"{size} {name}" for name, size in several.ranks.mesh) or several.ranks.parallel or "by the file"
     )
-    yield "ranks", str(several.ranks.count), f"{layout}, on {several.cluster.name}; the plan is the first rank's"
+    yield "ranks", str(several.ranks.count), f"{layout}, on {several.cluster.name}; the plan is one rank's"
     shared = ", ".join(
         f"{format_size(size)} on {'one rank' if replicas == 1 else f'{replicas} ranks'}"
         for replicas, size in sorted(several.replicas.items())

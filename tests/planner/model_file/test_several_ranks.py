@@ -109,7 +109,7 @@ def test_what_cannot_be_wrapped_is_one_line() -> None:
     with process_group(Ranks(8)):
         with pytest.raises(ModelError, match="optimizer has state before its first step"):
             parallelize(step_of(Model(), torch.optim.Adagrad), Ranks(8, parallel="fsdp"), "n")
-        with pytest.raises(ModelError, match=r"n wraps its model in FSDP\w+ itself: leave --parallel out"):
+        with pytest.raises(ModelError, match=r"n wraps its model in FSDP\w+ itself: leave out --parallel, --mesh"):
             parallelize(step_of(fully_shard(Model())), Ranks(8, parallel="ddp"), "n")
 
 
