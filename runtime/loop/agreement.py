@@ -63,7 +63,7 @@ class Agreement:
             return wanted
         if not self.leads:
             return self._view.schedule.is_due(step)
-        if wanted and (not self._scheduled or self._scheduled[-1] < step):
+        if wanted and self.ahead and (not self._scheduled or self._scheduled[-1] < step):
             self._scheduled.append(step + self.ahead)
             self._council.schedule(Schedule(tuple(self._scheduled), self._scheduled[-1]))
         return step in self._scheduled

@@ -27,7 +27,7 @@ from checkflow.runtime.ranks.records import (
 
 _ATTEMPTS = 16  # that the board names
 _FIRST_NOTICE_SECONDS, _LONGEST_NOTICE_SECONDS = 0.25, 8.0
-_MOST_LEAD = 100_000  # iterations
+_FIRST_LEAD, _MOST_LEAD = 2, 100_000  # iterations
 _DOUBT_SECONDS = 1.0  # a card may be older than the capture of the last boundary, which training had passed
 
 
@@ -37,13 +37,14 @@ class Overview:
 
     Attributes:
         passed: the boundary that the foremost rank has passed.
-        lead: by how many iterations a decision is to come before its boundary, so that all ranks learn of it in time.
+        lead: by how many iterations a decision is to come before its boundary, so that all ranks learn of it in time;
+            0: not known yet.
         reports: what each rank brings to the start, if all have come.
         left: ranks that take part no longer.
     """
 
     passed: int = 0
-    lead: int = 2
+    lead: int = 0
     costs: Costs = field(default_factory=Costs)
     requests: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     reports: Mapping[int, StartReport] = field(default_factory=dict)
@@ -176,7 +177,7 @@ class Chair:
         start, refusal = board.start, board.refusal
         if refusal is None:
             start, refusal = starting.go_on(start, self.cards, self.world_size, silent)
-        end = ending.go_on(board.end, self.cards, self.world_size, silent, self._lead())
+        end = ending.go_on(board.end, self.cards, self.world_size, silent, self._lead() or _FIRST_LEAD)
         if end is not None and board.end is not None and end.number > board.end.number:
             # A rank was past the boundary: news takes longer than was thought.
             self._notice_seconds = min(2 * self._notice_seconds, _LONGEST_NOTICE_SECONDS)
@@ -185,9 +186,9 @@ class Chair:
         self._settle(now)
 
     def _lead(self) -> int:
-        iteration_seconds = max((card.iteration_seconds for card in self.cards.values()), default=0.0)
-        if not iteration_seconds:
-            return 2
+        iteration_seconds = min((card.iteration_seconds for card in self.cards.values()), default=0.0)
+        if not iteration_seconds or len(self.cards) < self.world_size:
+            return 0
         return min(_MOST_LEAD, 1 + math.ceil(self._notice_seconds / iteration_seconds))
 
     def _settle(self, now: float) -> None:

@@ -117,7 +117,8 @@ class Member:
         if self._timed is not None and step > self._timed[0]:
             seconds = (now - self._timed[1]) / (step - self._timed[0])
             known = self._card.iteration_seconds
-            seconds = seconds if not known else _RECENT * seconds + (1 - _RECENT) * known
+            # The first ones are slow. Notice must be given in time for fast ones.
+            seconds = seconds if not known else min(seconds, _RECENT * seconds + (1 - _RECENT) * known)
             self._card = replace(self._card, iteration_seconds=seconds)
         self._timed = step, now
         self._waits, self._passed = None, max(self._passed, step)
