@@ -21,7 +21,7 @@ from checkflow.runtime.format.manifest import BLOCK_BYTES
 from checkflow.runtime.ranks import receipts
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.meeting import wait_until
-from checkflow.runtime.ranks.records import Attempt, Costs, Receipt
+from checkflow.runtime.ranks.records import Attempt, Receipt
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.parts import Gathered, Written, commit_ranks, folder_name, write_part
@@ -137,10 +137,11 @@ class RankCommit:
         return self._receipt(attempt, written=_WRITTEN.dump_json(written).decode())
 
     def _receipt(self, attempt: Attempt, **more: Any) -> Receipt:
-        council, costs = self._council, Costs(persist_seconds=self._persist_seconds)
+        council = self._council
         return Receipt(
-            council.rank, council.world_size, council.generation, attempt.number, attempt.step, costs=costs, **more
-        )
+            council.rank, council.world_size, council.generation, attempt.number, attempt.step,
+            persist_seconds=self._persist_seconds, **more,
+        )  # fmt: skip
 
 
 def _loads(receipt: Receipt) -> Written:

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from checkflow.runtime.ranks import ending, records, starting
-from checkflow.runtime.ranks.receipts import most_costs, wait_seconds
+from checkflow.runtime.ranks.receipts import wait_seconds
 from checkflow.runtime.ranks.records import (
     Attempt,
     Board,
     Card,
-    Costs,
     Ended,
     Receipt,
     Schedule,
@@ -39,14 +38,14 @@ class Overview:
         passed: the boundary that the foremost rank has passed.
         lead: by how many iterations a decision is to come before its boundary, so that all ranks learn of it in time;
             0: not known yet.
+        plan_interval: the longest of the ranks' plans, in iterations; 0: some have none.
         reports: what each rank brings to the start, if all have come.
         left: ranks that take part no longer.
     """
 
     passed: int = 0
     lead: int = 0
-    costs: Costs = field(default_factory=Costs)
-    requests: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    plan_interval: int = 0
     reports: Mapping[int, StartReport] = field(default_factory=dict)
     left: tuple[int, ...] = ()
 
@@ -90,7 +89,7 @@ class Chair:
             return
         self._receipts.setdefault(receipt.rank, receipt)
         if receipt.rank == 0 and self._deadline == math.inf:
-            self._deadline = now + wait_seconds(receipt.costs.persist_seconds)
+            self._deadline = now + wait_seconds(receipt.persist_seconds)
 
     # What rank 0 decides
 
@@ -157,8 +156,7 @@ class Chair:
         return Overview(
             max((card.passed for card in self.cards.values()), default=0),
             self._lead(),
-            most_costs([card.costs for card in self.cards.values()]),
-            {rank: card.requests for rank, card in sorted(self.cards.items()) if card.requests},
+            self._plan_interval(),
             reports if len(reports) == self.world_size else {},
             tuple(rank for rank, card in sorted(self.cards.items()) if card.left),
         )
@@ -190,6 +188,10 @@ class Chair:
         if not iteration_seconds or len(self.cards) < self.world_size:
             return 0
         return min(_MOST_LEAD, 1 + math.ceil(self._notice_seconds / iteration_seconds))
+
+    def _plan_interval(self) -> int:
+        intervals = [card.plan_interval for card in self.cards.values()]
+        return max(intervals) if len(intervals) == self.world_size and all(intervals) else 0
 
     def _settle(self, now: float) -> None:
         """End the open attempt as soon as it cannot become a version."""

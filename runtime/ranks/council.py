@@ -171,9 +171,9 @@ class Council:
         """All ranks are to end. A signal handler may call this."""
         self._events.put(lambda member, chair, now: member.ask_end(reason, now, grace_seconds))
 
-    def request(self, name: str, value: str) -> None:
-        """Something that rank 0's policy decides about: in its ``overview.requests``."""
-        self._events.put(lambda member, chair, now: member.request(name, value))
+    def note_plan(self, interval: int) -> None:
+        """Another plan runs here, with this interval; 0: none. Rank 0 finds that of all in its ``overview``."""
+        self._events.put(lambda member, chair, now: member.plan(interval))
 
     def schedule(self, schedule: Schedule) -> None:
         """Rank 0: which boundaries are captured, decided ``overview.lead`` iterations ahead."""
@@ -230,7 +230,7 @@ class Council:
 
     def post_receipt(self, receipt: Receipt) -> None:
         """This rank's files of an attempt are on storage, or why they are not."""
-        self._patience_seconds = receipts.wait_seconds(receipt.costs.persist_seconds)
+        self._patience_seconds = receipts.wait_seconds(receipt.persist_seconds)
         self._tell(lambda member, chair, now: member.post(receipt))
 
     def collect(self, attempt: Attempt, coverage: receipts.Coverage) -> tuple[Receipt, ...]:

@@ -133,9 +133,9 @@ class Member:
         self._card = replace(self._card, captured=tuple(one for one in self._card.captured if one != step))
 
     def post(self, receipt: Receipt) -> None:
-        """A receipt is to be brought to the meeting place; its costs ride on the card."""
+        """A receipt is to be brought to the meeting place."""
         self.outbox[receipt.attempt] = receipt
-        self._card = replace(self._card, costs=receipt.costs)
+        self._card = replace(self._card, persist_seconds=receipt.persist_seconds)
 
     def posted(self, attempt: int) -> None:
         """A receipt is at the meeting place."""
@@ -155,9 +155,9 @@ class Member:
         """This rank cannot start, so none may."""
         self._card = replace(self._card, refusal=refusal)
 
-    def request(self, name: str, value: str) -> None:
-        """Something that rank 0's policy is to decide about; a later value of the same name replaces it."""
-        self._card = replace(self._card, requests={**self._card.requests, name: value})
+    def plan(self, interval: int) -> None:
+        """Another plan runs here, with this interval; 0: none."""
+        self._card = replace(self._card, plan_interval=interval)
 
     def leave(self, reason: str) -> None:
         """This rank takes part no longer."""

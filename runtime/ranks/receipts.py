@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from checkflow.core.errors import MismatchError, StorageError
 from checkflow.runtime.ranks import records
-from checkflow.runtime.ranks.records import Costs, Receipt
+from checkflow.runtime.ranks.records import Receipt
 
 LEAST_WAIT_SECONDS = 30.0
 PERSIST_TIMES = 4
@@ -46,12 +46,3 @@ def check_version(
             raise MismatchError(f"rank {rank} counts {receipt.world_size} ranks, rank 0 counts {world_size}")
     coverage(ordered)
     return ordered
-
-
-def most_costs(costs: Sequence[Costs]) -> Costs:
-    """The greatest of each: the slowest rank holds all."""
-    return Costs(
-        max((one.stall_seconds for one in costs), default=0.0),
-        max((one.persist_seconds for one in costs), default=0.0),
-        max((one.interference_seconds for one in costs), default=0.0),
-    )

@@ -26,22 +26,13 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """What a rank has measured of checkpoints lately; rank 0 decides by the maximum of all ranks."""
-
-    __pydantic_config__ = STRICT
-    stall_seconds: Seconds = 0.0  # of training, a checkpoint
-    persist_seconds: Seconds = 0.0  # from a capture's end to its files on storage
-    interference_seconds: Seconds = 0.0  # by which an iteration is longer beside a checkpoint
-
-
-@dataclass(frozen=True, slots=True)
 class Receipt:
     """What a rank has written durably for one attempt; or, with ``failure``, why it has not.
 
     Attributes:
         written: the store's record of the files, their checksums and what they hold, as JSON. The council does not read
             it: whoever writes the manifest does.
+        persist_seconds: that writing took.
     """
 
     __pydantic_config__ = STRICT
@@ -51,7 +42,7 @@ class Receipt:
     attempt: Count
     step: Step
     written: str = ""
-    costs: Costs = Costs()
+    persist_seconds: Seconds = 0.0
     failure: str = ""
 
 
@@ -177,9 +168,9 @@ class Card:
         captured: boundaries captured and not yet decided, ascending.
         since: boundaries before this one are not in ``captured`` any more.
         posted: the newest attempt whose receipt of this rank is at the meeting place; 0: none.
-        costs: see :class:`Costs`.
+        persist_seconds: of this rank's last files.
         iteration_seconds: the time of one iteration, lately; 0: not known.
-        requests: what rank 0's policy is to decide about, such as a demanded checkpoint, by name.
+        plan_interval: of the plan that runs here, in iterations; 0: there is none.
         left: why this rank takes part no longer; "": it does.
     """
 
@@ -191,11 +182,11 @@ class Card:
     captured: Many[Step] = ()
     since: Step = 0
     posted: Count = 0
-    costs: Costs = Costs()
+    persist_seconds: Seconds = 0.0
     iteration_seconds: Seconds = 0.0
+    plan_interval: Count = 0
     start: StartReport | None = None
     refusal: Refusal | None = None
-    requests: Named[str, str] = field(default_factory=dict)
     end_asked: EndAsked | None = None
     ack: Ack | None = None
     left: str = ""

@@ -20,7 +20,7 @@ from checkflow.core.errors import CheckflowError, MismatchError, StorageError
 from checkflow.runtime.ranks import receipts, rounds
 from checkflow.runtime.ranks.chair import Chair
 from checkflow.runtime.ranks.member import Member, View
-from checkflow.runtime.ranks.records import Attempt, Costs, Receipt, Refusal, Schedule, StartReport
+from checkflow.runtime.ranks.records import Attempt, Receipt, Refusal, Schedule, StartReport
 from checkflow.runtime.ranks.rounds import Event, Rounds
 
 SILENT, START, RECEIPTS, GRACE, POLL = 3.0, 8.0, 4.0, 6.0, 0.25  # seconds
@@ -249,7 +249,7 @@ class Seat:
         failure = "disk full" if world.faults and draw.random() < 0.03 else ""
         return Receipt(
             self.rank, world.size, self.generation, attempt, step, written,
-            costs=Costs(persist_seconds=0.1), failure=failure,
+            persist_seconds=0.1, failure=failure,
         )  # fmt: skip
 
     def _lead(self) -> Process:

@@ -13,7 +13,7 @@ from checkflow.core.errors import CheckflowError, LockedError, MismatchError, Mi
 from checkflow.runtime.ranks import council as councils
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.file_meeting import FileMeeting, remove_earlier
-from checkflow.runtime.ranks.records import Attempt, Costs, Receipt, Schedule, StartReport
+from checkflow.runtime.ranks.records import Attempt, Receipt, Schedule, StartReport
 from tests.support.shard_tools import together
 from tests.support.waiting import wait_for
 
@@ -211,15 +211,16 @@ def test_later_steps_of_rank_0_end_the_wait_for_an_attempt(seats: Seats) -> None
         ranks[1].await_attempt(10, 0.1)
 
 
-def test_schedule_requests_and_costs_come_over(seats: Seats) -> None:
+def test_the_schedule_and_plans_come_over(seats: Seats) -> None:
+    """Rank 0 hears of the longest interval, and of none as long as a rank has no plan."""
     ranks = seats()
     ranks[0].schedule(Schedule((3, 5), 6, 2))
-    ranks[2].request("metric", "0.5")
-    ranks[1].post_receipt(Receipt(1, WORLD, ranks[1].generation, 1, 3, costs=Costs(0.1, 2.0)))
-    ranks[2].post_receipt(Receipt(2, WORLD, ranks[2].generation, 1, 3, costs=Costs(0.3, 1.0)))
+    for rank, council in enumerate(ranks):
+        council.note_plan(rank + 1)
     wait_for(lambda: all(council.view.schedule.horizon == 6 for council in ranks))
-    wait_for(lambda: ranks[0].overview.costs == Costs(0.3, 2.0))
-    wait_for(lambda: ranks[0].overview.requests == {2: {"metric": "0.5"}})
+    wait_for(lambda: ranks[0].overview.plan_interval == len(ranks))
+    ranks[1].note_plan(0)
+    wait_for(lambda: ranks[0].overview.plan_interval == 0)
     assert [step for step in range(1, 12) if ranks[1].view.schedule.is_due(step)] == [3, 5, 7, 9, 11]
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from checkflow.core.errors import CheckflowError, LockedError, MismatchError, MissingShardsError, StorageError
 from checkflow.runtime.ranks import starting
-from checkflow.runtime.ranks.receipts import check_version, most_costs, wait_seconds
+from checkflow.runtime.ranks.receipts import check_version, wait_seconds
 from checkflow.runtime.ranks.records import (
     BOARD,
     CARD,
@@ -21,7 +21,6 @@ from checkflow.runtime.ranks.records import (
     Attempt,
     Board,
     Card,
-    Costs,
     End,
     Receipt,
     Refusal,
@@ -39,11 +38,10 @@ def test_a_record_is_read_as_it_was_written(adapter: TypeAdapter[Any], kind: typ
         names = st.text(st.characters(codec="utf-8", categories=["L", "N"]), max_size=5)
         attempt = st.builds(Attempt, st.integers(0, 99), st.integers(0, 10**18), st.just("failed"), names)
         seconds = st.floats(0, 1e6)
-        costs = st.builds(Costs, seconds, seconds, seconds)
         values: dict[type[Any], st.SearchStrategy[Any]] = {
             Card: st.builds(
-                Card, st.integers(0, 9), st.just("g.0"), st.integers(0, 99), captured=st.just((1, 2)), costs=costs,
-                requests=st.dictionaries(names, names), left=names,
+                Card, st.integers(0, 9), st.just("g.0"), st.integers(0, 99), captured=st.just((1, 2)),
+                persist_seconds=seconds, plan_interval=st.integers(0, 99), left=names,
             ),
             Board: st.builds(
                 Board, st.just("g.0"), st.integers(0, 99), st.integers(1, 9), attempts=st.tuples(attempt, attempt),
@@ -135,9 +133,7 @@ def test_what_is_covered_twice_is_no_version() -> None:
         check_version({0: receipt(0), 1: receipt(1)}, "g.0", 4, 7, 2, twice)
 
 
-def test_costs_and_patience() -> None:
-    assert most_costs([]) == Costs()
-    assert most_costs([Costs(1, 5, 0), Costs(2, 3, 0.5)]) == Costs(2, 5, 0.5)
+def test_patience() -> None:
     assert (wait_seconds(0), wait_seconds(7), wait_seconds(8)) == (30, 30, 32)
 
 
