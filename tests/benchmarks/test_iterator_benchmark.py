@@ -60,6 +60,7 @@ def plan() -> checkflow.Plan:
     return make_plan()
 
 
+@pytest.mark.slow
 def test_a_signal_of_somebody_else_ends_it(plan: checkflow.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     iterate = Job.iterate
 

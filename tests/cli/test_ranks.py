@@ -84,6 +84,7 @@ def test_the_table_of_a_file_that_shards_itself(capsys: pytest.CaptureFixture[st
     assert "jobs of several ranks run by none yet" in out
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_ranks_is_kept_and_fits_no_job_of_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,6 +189,7 @@ def test_a_signal_ends_the_command_and_its_solver(
     assert list(tmp_path.glob("checkflow-*")) == []  # a solver's files
 
 
+@pytest.mark.slow
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     """As under nohup."""
     with planning(tmp_path, f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{SHORT}", "cbc") as process:

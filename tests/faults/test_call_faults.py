@@ -52,5 +52,6 @@ def test_any_call_of_what_keeps_plans(directory: Path, error: int | None, after:
     try_every_call_of_a_plan(directory, error, after=after, sticky=error is not None and after)
 
 
+@pytest.mark.slow
 def test_two_faults_in_a_row(directory: Path) -> None:
     assert try_many_two_faults(directory, seed=1, count=60) > 20

@@ -79,6 +79,7 @@ def test_arguments_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
         assert "rank 1 and rank 0 have other arguments" in job.last(rank, "refuses")["message"]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_ends_all_at_one_boundary(tmp_path: Path) -> None:
     with rank_job(tmp_path / "run", 3, tmp_path / "all", "fsdp", 400, pause=0.02, every=1000) as job:
         job.reach(5)

@@ -223,6 +223,7 @@ class Indexed:
         return self
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 5, 6, 7, 11])
 @pytest.mark.parametrize("steps_of", ["scaled", "guarded", "filtered", "accumulated"])
 def test_each_turn_comes_once_though_no_optimizer_steps_in_it(steps_of: str, stop: int, tmp_path: Path) -> None:
@@ -239,6 +240,7 @@ def test_each_turn_comes_once_though_no_optimizer_steps_in_it(steps_of: str, sto
         torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_a_loop_that_was_left_goes_on_with_its_next_turn(tmp_path: Path) -> None:
     job = Indexed("accumulated")
     with checkflow.Checkpointer(job.model, job.optimizer, directory=tmp_path, every=1) as checkpointer:
@@ -252,6 +254,7 @@ def test_a_loop_that_was_left_goes_on_with_its_next_turn(tmp_path: Path) -> None
     assert job.turns == list(range(12))
 
 
+@pytest.mark.slow
 def test_turns_of_a_checkpoint_that_does_not_count_them_are_iterations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +268,7 @@ def test_turns_of_a_checkpoint_that_does_not_count_them_are_iterations(
     assert Indexed("plain").train(tmp_path).turns == list(range(4, 12))
 
 
+@pytest.mark.slow
 def test_a_loop_that_calls_step_twice_in_a_turn_counts_both(tmp_path: Path) -> None:
     model, optimizer, _ = make()
 

@@ -82,6 +82,7 @@ def test_a_fault_of_the_planner_is_said_and_training_goes_on(
     assert nothing_left(job)
 
 
+@pytest.mark.slow
 def test_a_breach_refutes_the_plan_that_it_was_captured_by_and_no_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

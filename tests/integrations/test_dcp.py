@@ -416,6 +416,7 @@ def load_job(rank: int, ranks: int, kind: str, directory: Path, of_before: int) 
     return found, state["loader"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "of_first", "then", "of_then"), [("fsdp", 2, "fsdp", 3), ("hsdp", 4, "fsdp-tp", 4), ("tp", 2, "ddp", 1)]
 )
@@ -474,6 +475,7 @@ def fail_and_go_on(rank: int, ranks: int, directory: Path) -> list[Any]:
     return said
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_leaves_no_version_and_later_saves_go_on(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     directory = tmp_path / "versions"

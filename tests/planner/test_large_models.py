@@ -175,6 +175,7 @@ def _traced_writer(graph: TrainingGraph, operator: int) -> str:
     return owner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["cuda", "cpu"])
 @pytest.mark.parametrize("case", TINY)
 def test_first_writes_are_those_of_a_real_step(case: str, target: Any) -> None:

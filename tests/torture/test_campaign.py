@@ -282,6 +282,7 @@ def test_a_command_that_does_not_wait_for_its_training_is_told(
     assert "came to its end (what it left running was ended: a command must wait for" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_launcher_that_starts_the_job_again_is_no_hang(torture: Call, capsys: pytest.CaptureFixture[str]) -> None:
     command = " ".join(job("good", "checkpoints")[1:])
     asked = ["--kills", "1", "--terms", "1", "--json", "--seed", "1"]

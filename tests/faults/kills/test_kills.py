@@ -26,7 +26,7 @@ Notes = list[dict[str, Any]]
 
 def test_killed_jobs_lose_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The long form is ``make kills``."""
-    kills = 3 if request.config.getoption("--quick") else 12
+    kills = 1 if request.config.getoption("--quick") else 12
     done = subprocess.run(
         [
             sys.executable, "-m", "tests.faults.kills.run", "--kills", str(kills), "--variants", "2",

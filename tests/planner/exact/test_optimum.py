@@ -76,6 +76,7 @@ def test_ilp_agrees_within_every_budget() -> None:
     assert bound > 15
 
 
+@pytest.mark.slow
 def test_snapshot_policy_pays_for_every_unit_and_never_waits() -> None:
     paid = 0
     for seed in range(150):

@@ -312,6 +312,7 @@ def test_two_iterations() -> None:
     )
 
 
+@pytest.mark.slow
 def test_eager_training_makes_snapshots_at_anchors_only() -> None:
     """At segment granularity; the plan's validation refuses others."""
     above = 0

@@ -326,6 +326,7 @@ def test_a_changing_batch_size_compiles_anew_and_changes_nothing(
         assert not said(caplog)
 
 
+@pytest.mark.slow
 def test_compiled_parts_of_a_step_with_two_models_and_of_one_with_micro_batches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -447,6 +448,7 @@ def test_a_compiled_job_is_recorded_as_it_runs(
         assert graph.compiled == calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [wrapped_model, WHOLE_ITERATION], ids=["model", "function"])
 def test_recording_changes_no_bit_and_compiled_code_stays_compiled(
     way: Compile, monkeypatch: pytest.MonkeyPatch

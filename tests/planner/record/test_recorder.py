@@ -218,6 +218,7 @@ def test_an_iteration_without_a_step_is_refused() -> None:
         recorder.end()
 
 
+@pytest.mark.slow
 def test_from_forward_to_forward() -> None:
     """A loop that says nothing of boundaries is recorded from one forward pre-hook of its model to the next."""
     step = steps.batch_norm()
@@ -352,6 +353,7 @@ def test_operators_that_take_functions_end_the_recording_and_not_the_job() -> No
     assert _get_current_dispatch_mode_stack() == []
 
 
+@pytest.mark.slow
 def test_begun_inside_of_a_mode_that_ends_first() -> None:
     step = steps.parallel()
     step.run(step.batch)

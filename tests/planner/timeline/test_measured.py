@@ -206,6 +206,7 @@ def test_what_fits_exactly_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         check_room("job", 1001, CPU)
 
 
+@pytest.mark.slow
 def test_memory_needed_is_the_trace_s_and_unknown_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = pipeline.Subject("digits", 2, {}, None)
     traced, device = pipeline._trace(subject, "cpu", None), find_device("cpu")

@@ -207,6 +207,7 @@ def test_a_trace_leaves_sharded_models_as_they_were(case: str) -> None:
     assert model._get_fsdp_state()._is_root
 
 
+@pytest.mark.slow
 def test_meta_and_cpu_give_the_same_graph() -> None:
     assert trace(build("mixed"), name="n") == trace(build("mixed", "meta"), name="n")
 

@@ -204,6 +204,7 @@ def test_interference_comes_and_goes(job: dict[str, Any], interference: dict[str
     assert simulated.run(1000) <= 0.035 * 1.1 + 0.1 * noise
 
 
+@pytest.mark.slow
 def test_growth_and_shrinking_take_few_steps() -> None:
     job = SimulatedJob(slowdown=0.1)
     job.run(500)
@@ -222,6 +223,7 @@ def test_growth_and_shrinking_take_few_steps() -> None:
     assert len(job.controller.changes) - settled <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
@@ -246,6 +248,7 @@ def test_noise_moves_no_interval(job: dict[str, Any], seed: int) -> None:
     assert exact.intervals[1] * 0.6 - 1 <= simulated.intervals[1] <= exact.intervals[1] * 1.5 + 1
 
 
+@pytest.mark.slow
 def test_pauses_and_a_single_slow_checkpoint_change_nothing() -> None:
     job = SimulatedJob(slowdown=0.1, pauses=dict.fromkeys(range(130, 5000, 97), 50.0))
     job.run(PROFILE)

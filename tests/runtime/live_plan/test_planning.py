@@ -466,6 +466,7 @@ def test_an_interrupt_in_the_recorded_iteration_gives_everything_back(tmp_path: 
     assert [int(path.name[5:]) for path in find(tmp_path)] == [1]
 
 
+@pytest.mark.slow
 def test_the_plan_cannot_be_put_in_place_for_lack_of_memory(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """Staging buffers for it are refused twice; checkpoints go on without it, and it is made again."""
     from checkflow.core.errors import StorageError
@@ -581,6 +582,7 @@ def test_auto_follows_a_job_that_becomes_another_one(tmp_path: Path, change: Cal
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_without_auto_a_job_keeps_its_plan_and_is_told_once(
     tmp_path: Path, change: Callable[[Job], None], caplog: Any
@@ -594,6 +596,7 @@ def test_without_auto_a_job_keeps_its_plan_and_is_told_once(
     assert checkpointer.report()["breaches"] == 0
 
 
+@pytest.mark.slow
 def test_auto_comes_back_to_a_plan_that_was_kept(tmp_path: Path) -> None:
     job = Job()
 
@@ -643,6 +646,7 @@ def test_holding_a_job_against_its_plan_is_cheap(tmp_path: Path, monkeypatch: An
     assert {"implementations", "differences"} <= set(looks[13])
 
 
+@pytest.mark.slow
 def test_what_planning_takes_of_every_iteration_is_part_of_the_cost(tmp_path: Path, monkeypatch: Any) -> None:
     """By a clock set by hand: looks at the job count, and what is done once for a plan does not."""
     hand = Hand()
@@ -711,6 +715,7 @@ def test_a_smaller_batch_now_and_then_is_no_other_job(tmp_path: Path) -> None:
     assert checkpointer.report()["planning"]["stage"] == "planned"
 
 
+@pytest.mark.slow
 def test_auto_finds_another_job_in_its_directory(tmp_path: Path, caplog: Any) -> None:
     """The kept plan fits the state and not the batch: it runs until that is sure, then the job is recorded."""
     job = Job()

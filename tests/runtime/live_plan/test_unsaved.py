@@ -97,6 +97,7 @@ def test_what_is_not_named_is_told_once(missing: str, tmp_path: Path, caplog: py
     assert told(caplog) == lines  # a kept plan records nothing
 
 
+@pytest.mark.slow
 def test_with_all_named_a_resumed_run_is_the_same(tmp_path: Path) -> None:
     whole = Job()
     train(whole, tmp_path / "whole", {name: take(whole) for name, take in ALL.items()}, 9)

@@ -407,6 +407,7 @@ def test_few_buffers(host_buffers: int, tmp_path: Path, world: World) -> None:
     assert_checkpoint_is(find(tmp_path)[0], truth)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_and_one_that_recovers(tmp_path: Path, world: World) -> None:
     job = Job()
     with open_job(job, tmp_path) as checkpointer:
@@ -538,6 +539,7 @@ def evaluating(job: Job, world: World, every: int = 2) -> Callable[[int], None]:
     return before
 
 
+@pytest.mark.slow
 def test_a_job_that_evaluates_in_every_second_iteration_is_measured(tmp_path: Path, world: World) -> None:
     job = Job()
     with open_job(job, tmp_path) as checkpointer:

@@ -154,6 +154,7 @@ def test_a_file_that_is_no_such_file_is_not_read(tmp_path: Path, caplog: pytest.
     assert f"is passed over: {name} is no file of at most 65536 bytes" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_dead_job_that_nobody_goes_on_from_is_given_back(
     tmp_path: Path, own_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

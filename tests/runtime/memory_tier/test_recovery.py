@@ -156,6 +156,7 @@ def test_an_audit_speaks_against_what_its_plan_copied_and_nothing_else(
         assert checkpointer.resumed_from == resumed
 
 
+@pytest.mark.slow
 def test_a_run_that_died_before_it_saved_anything_is_known_by_what_it_went_on_from(tmp_path: Path) -> None:
     directory = killed(tmp_path, stored=6)
     with resume(directory) as checkpointer:

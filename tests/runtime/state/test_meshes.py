@@ -75,6 +75,7 @@ def test_fsdp(tmp_path: Path) -> None:
     assert boxes(found, "optimizer/up.weight.exp_avg") == boxes(found, "model/up.weight")
 
 
+@pytest.mark.slow
 def test_hsdp_has_replicas(tmp_path: Path) -> None:
     found = run_ranks(tmp_path, 4, look, "hsdp")
     assert boxes(found, "model/up.weight") == ["[0:5,0:7]", "[5:10,0:7]"] * 2

@@ -90,6 +90,7 @@ def test_killed_within_an_interval(
         assert find(tmp_path / "checkpoints")[0].name == f"step-{jobs.EPOCHS * jobs.BATCHES:08d}"
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_with_workers(tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]) -> None:
     job = jobs.Job(tmp_path, workers=2)
     for kill in (("forward", 0, 0), ("after step", 0, 4), ("validation", 0, 0), ("backward", 2, 1)):

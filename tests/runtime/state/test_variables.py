@@ -150,6 +150,7 @@ def test_a_function_s_locals_are_refused_and_other_namespaces_taken() -> None:
     assert Body.saved == {"best": 4}
 
 
+@pytest.mark.slow
 def test_a_batch_fetched_ahead_is_there_again(tmp_path: Path) -> None:
     """In a real job: what the next iteration uses was drawn before the boundary."""
 

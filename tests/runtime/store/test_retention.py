@@ -247,6 +247,7 @@ def test_damaged_ones_are_not_the_best(directory: Path) -> None:
     assert steps(directory) == [1, 3, 5, 6]  # the damaged one is a restore's to set aside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_kill_at_any_call_of_commit_and_retention(directory: Path, after: bool) -> None:
     rules = {"keep_every": 3, **BEST}

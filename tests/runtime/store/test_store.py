@@ -318,6 +318,7 @@ def test_a_forked_child_cannot_write(directory: Path) -> None:
         commit(store, 1, 1)
 
 
+@pytest.mark.slow
 def test_killed_writers_lose_nothing(directory: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "tests.faults.kill_writer", str(directory), "40", "1"],
@@ -622,6 +623,7 @@ def test_a_power_cut_after_a_rewind_brings_nothing_back(directory: Path) -> None
             assert steps(copy) == [1], names
 
 
+@pytest.mark.slow
 def test_a_power_cut_while_a_killed_exchange_is_settled(directory: Path) -> None:
     for renames in (1, 2):
         at = 0

@@ -314,6 +314,7 @@ def test_a_reader_delays_leftovers_likewise(directory: Path, held: int, monkeypa
         assert not (directory / ".trash-step-00000009").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [(f"{step_name(2)}/manifest.json", fcntl.LOCK_EX)], indirect=True)
 def test_a_lock_of_anothers_keeps_nobody_from_reading(directory: Path, held: int) -> None:
     """Neither a job that goes on from there, nor who looks at it."""

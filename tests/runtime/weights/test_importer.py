@@ -510,6 +510,7 @@ def test_damage_after_an_import_is_found(tmp_path: Path, capsys: pytest.CaptureF
         checkflow.load_weights(nn.Linear(1, 1), tmp_path / "ckpt", strict=False, rename=lambda name: "weight")
 
 
+@pytest.mark.slow
 def test_what_a_running_job_has_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer, scheduler = make()
     assert as_json(capsys, "ls", tmp_path)["running"] is None

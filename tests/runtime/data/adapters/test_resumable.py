@@ -107,6 +107,7 @@ def test_goes_on_from_a_life_that_went_on(kind: str, ahead: int | None) -> None:
     check_lives(foreign.KINDS[kind], ahead=ahead)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [None, 1])
 @pytest.mark.parametrize("kind", foreign.WORKERS)
 def test_goes_on_from_a_life_that_went_on_with_workers(kind: str, ahead: int | None) -> None:
@@ -384,6 +385,7 @@ def test_torch_s_loader_over_iterable_style_data_keeps_its_settings() -> None:
         assert getattr(inner, name) == getattr(loader, name), name
 
 
+@pytest.mark.slow
 def test_without_torchdata_iterable_style_data_is_fetched_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
