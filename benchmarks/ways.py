@@ -25,7 +25,7 @@ from checkflow.runtime.format.layout import make_layout, write_headers
 from checkflow.runtime.memory_tier.staging import StagingBuffers
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capture
-from checkflow.runtime.snapshot.chunk_map import tensor_record
+from checkflow.runtime.snapshot.share import tensor_record
 from checkflow.runtime.state.collect import StateWalk, capture_extra
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.transfer.engine import Transfer
@@ -175,7 +175,7 @@ class Staged(_AtBoundaries):
         self._copies_beside, self._commits_beside = copies_beside, commits_beside
         self._walk = StateWalk(step.models, step.optimizers)
         self._state = state = self._walk.current()
-        self._layout = make_layout([tensor_record(item, 0) for item in state.tensors])
+        self._layout = make_layout([tensor_record(item) for item in state.tensors])
         self._buffers = StagingBuffers(1)
         self._buffers.grow(self._layout.buffer_bytes)
         self._buffer = self._buffers.take()

@@ -90,8 +90,8 @@ def refuse_for_ranks(ranks: int, plan: object, rules: Rules) -> None:
     """Refuse what several ranks cannot do yet. Raises UnsupportedError."""
     if plan not in (None, "auto"):
         raise UnsupportedError(
-            f"plan= is of one process, and the job has {ranks} ranks: leave it out; each rank copies its share of the "
-            "state at the boundaries that are saved"
+            f"plan= names one plan, and the job has {ranks} ranks, which copy different parts of the state: leave it "
+            "out; each rank makes its own plan"
         )
     if rules.keep_best:
         raise UnsupportedError(

@@ -110,10 +110,13 @@ def assemble(
         start = None if council is None else start_rank(council, arguments, job)
         store = open_store(arguments) if start is None else start.store
         undo.callback(store.close)
+        share = None if start is None else RankShare(start.view, job.models, job.optimizers)
         planning = None
-        if given is None and start is None:
-            cache = PlanCache(store.directory, arguments.plan_limits)
-            planning = Planning(job, cache, make_planner(), check_plan, arguments.plan_limits, follow=arguments.follow)
+        if given is None:
+            cache = PlanCache(store.directory, arguments.plan_limits, None if start is None else start.view)
+            planning = Planning(
+                job, cache, make_planner(), check_plan, arguments.plan_limits, follow=arguments.follow, share=share
+            )
             for name in [name for name, optimizer in job.optimizers.items() if closures_repeat(optimizer)][:1]:
                 planning.forgo(name)
         reclaimed: int | None = None
@@ -139,7 +142,7 @@ def assemble(
             agreement=None if council is None else Agreement(
                 council, by_number=asked.every is not None, grace_seconds=arguments.grace_seconds
             ),
-            share=None if start is None else RankShare(start.view, job.models, job.optimizers),
+            share=share,
         )  # fmt: skip
         undo.callback(loop.close)
         reporter = Reporter(

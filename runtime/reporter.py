@@ -249,11 +249,10 @@ def _rate(size_bytes: int, seconds: float | None) -> float | None:
 
 def start_line(report: RunReport, directory: Path, ranks: int = 1) -> str:
     """What runs, where its checkpoints go, what was restored, and what is repeated."""
-    how = _plan_words(report) if ranks == 1 else (
-        f"no plan, since the job has {ranks} ranks: each copies its share of the state at each boundary that is saved, "
-        "which pauses training"
-    )  # fmt: skip
-    return "; ".join([how, f"checkpoints go to {directory}", _resume_words(report, directory)])
+    of_ranks = [] if ranks == 1 else [f"{ranks} ranks, of which each copies its share of the state"]
+    return "; ".join(
+        [*of_ranks, _plan_words(report), f"checkpoints go to {directory}", _resume_words(report, directory)]
+    )
 
 
 def _plan_words(report: RunReport) -> str:

@@ -733,7 +733,7 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "closed": (goes_on_closed, "is closed, and would save nothing"),
     "twice": (iterates_twice, "iterated twice"),
     "at once": (nested_iterations, "cannot go on"),
-    "a plan of ranks": (lambda _, plan: refuse_for_ranks(4, plan, Rules()), "plan= is of one process"),
+    "a plan of ranks": (lambda _, plan: refuse_for_ranks(4, plan, Rules()), "plan= names one plan"),
     "the best of ranks": (
         lambda _, __: refuse_for_ranks(4, None, Rules(keep_best=1, monitor="loss")),
         "keep_best= needs one process",

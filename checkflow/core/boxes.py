@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ SMALL_BYTES = 65536  # smaller tensors are not cut, and no cut moves by more tha
 
 Shape = tuple[int, ...]
 _Span = tuple[Shape, Shape]  # offsets and lengths
+_BOX = re.compile(r"\[(\d+:\d+(,\d+:\d+)*)?\]\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,16 @@ class Box:
     def __str__(self) -> str:
         """As in the key of a file: ``[0:4,8:16]``."""
         return f"[{','.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.lengths, strict=True))}]"
+
+
+def part_name(tensor: str, box: Box) -> str:
+    """The name of a part in a rank's plan and layout, and so its key in the file: ``model/weight[0:4,0:8]``."""
+    return tensor if box.is_whole else f"{tensor}{box}"
+
+
+def tensor_of(part: str) -> str:
+    """The state tensor that a :func:`part_name` is of."""
+    return _BOX.sub("", part)
 
 
 def lies_in(shape: Shape, offsets: Shape, lengths: Shape) -> bool:

@@ -430,16 +430,18 @@ def load(path: str | os.PathLike[str]) -> Plan:
 
 
 def describe_mismatch(
-    plan: Plan, state: dict[str, tuple[tuple[int, ...], str]], optimizers: dict[str, str]
+    plan: Plan, state: dict[str, tuple[tuple[int, ...], str]], optimizers: dict[str, str], ranks: int = 1
 ) -> list[str]:
     """Return what differs between a plan's fingerprint and a live job: one line each, empty if it fits.
 
     Args:
         state: name to (shape, dtype) of every live state tensor.
         optimizers: name to implementation, as in ``Fingerprint.optimizers``.
+        ranks: of the job.
     """
-    if plan.fingerprint.ranks != 1:
-        return [f"ranks: one process in the job, {plan.fingerprint.ranks} ranks in the plan"]
+    if plan.fingerprint.ranks != ranks:
+        in_job, in_plan = ("one process" if n == 1 else f"{n} ranks" for n in (ranks, plan.fingerprint.ranks))
+        return [f"ranks: {in_job} in the job, {in_plan} in the plan"]
     planned = {spec.name: (spec.shape, spec.dtype) for spec in plan.fingerprint.state}
     lines: list[str] = []
     for name in planned.keys() | state.keys():

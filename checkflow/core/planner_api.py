@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,6 +83,19 @@ class Recorder(Protocol):
     def abandon(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """What one of several ranks copies.
+
+    Args:
+        ranks: of the job.
+        parts: by state tensor, the name and shape of each part (:func:`checkflow.core.boxes.part_name`).
+    """
+
+    ranks: int
+    parts: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]]
+
+
 class PendingPlan(Protocol):
     """A plan that another process is making."""
 
@@ -109,6 +122,7 @@ class Planner(Protocol):
         device: str,
         limits: PlanLimits,
         file: Callable[[Fingerprint], Path],
+        of_rank: RankParts | None = None,
     ) -> PendingPlan:
         """Start a process that makes the plan of a recorded iteration.
 
@@ -118,6 +132,7 @@ class Planner(Protocol):
             autocast: the dtype under which whole models are called, "" if off; compared with a running job.
             device: the name of the device that the job trains on.
             file: the file for the plan of a job with this fingerprint.
+            of_rank: what is copied, if the job has several ranks; None: all.
 
         Raises:
             CheckflowError: nothing was recorded that could be planned, or the process cannot be started.

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from checkflow.core.boxes import Box
+from checkflow.core.boxes import Box, part_name
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
 from checkflow.core.state import dtype_name
 from checkflow.runtime.format import codec
@@ -48,7 +48,6 @@ from checkflow.runtime.store.parts import (
     commit_ranks,
     folder_aside,
     narrow_to,
-    record_name,
     take_in,
     write_part,
 )
@@ -198,7 +197,7 @@ def _describe(fqn: str, data: planning.TensorWriteData) -> tuple[TensorRecord, S
     box = Box(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     dtype = dtype_name(data.properties.dtype)
     size = STORED_TYPES[dtype].element_bytes if dtype in STORED_TYPES else 0
-    record = TensorRecord(record_name(name, box), dtype, box.lengths, size * box.volume, size)
+    record = TensorRecord(part_name(name, box), dtype, box.lengths, size * box.volume, size)
     return record, Source(name, box)
 
 

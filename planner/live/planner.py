@@ -28,10 +28,11 @@ from checkflow.core.device import DeviceKind, usable_bytes
 from checkflow.core.errors import CheckflowError, PlanError, TraceError
 from checkflow.core.host_memory import host_memory_bytes
 from checkflow.core.plan import Fingerprint
-from checkflow.core.planner_api import PendingPlan, PlanLimits, PlannerInput, PlanResponse, Recorder
+from checkflow.core.planner_api import PendingPlan, PlanLimits, PlannerInput, PlanResponse, RankParts, Recorder
 from checkflow.planner.live.bandwidth import CopyBandwidths, measure_bandwidths
 from checkflow.planner.record.recorder import IterationRecorder, RecordedIteration
 from checkflow.planner.schedule.scheduler import fingerprint_for
+from checkflow.planner.timeline.shares import take_parts
 from checkflow.planner.timeline.steps import make_timeline
 
 CHILD_SECONDS = 600.0  # then it is killed
@@ -58,12 +59,14 @@ class LivePlanner:
         device: str,
         limits: PlanLimits,
         file: Callable[[Fingerprint], Path],
+        of_rank: RankParts | None = None,
     ) -> PendingPlan:
         return PlanProcess(
             self.planner_input(
-                recorded, usual_seconds=usual_seconds, autocast=autocast, device=device, limits=limits, file=file
+                recorded, usual_seconds=usual_seconds, autocast=autocast, device=device, limits=limits, file=file,
+                of_rank=of_rank,
             )
-        )
+        )  # fmt: skip
 
     def planner_input(
         self,
@@ -74,15 +77,19 @@ class LivePlanner:
         device: str,
         limits: PlanLimits,
         file: Callable[[Fingerprint], Path],
+        of_rank: RankParts | None = None,
     ) -> PlannerInput:
         """Return the planner process's input; the arguments are those of ``start``."""
         graph = recorded.graph
-        durations = scaled_seconds(recorded, usual_seconds)
+        timeline = make_timeline(graph, scaled_seconds(recorded, usual_seconds), "segment")
+        ranks = 1
+        if of_rank is not None:
+            ranks, (graph, timeline) = of_rank.ranks, take_parts(graph, timeline, of_rank.parts)
         kind: DeviceKind = "cuda" if self._device.type == "cuda" else "cpu"
-        fingerprint = replace(fingerprint_for(graph, device, kind), autocast=autocast)
+        fingerprint = replace(fingerprint_for(graph, device, kind), autocast=autocast, ranks=ranks)
         bandwidths = _bandwidths(self._device)
         return PlannerInput(
-            timeline=make_timeline(graph, durations, "segment"),
+            timeline=timeline,
             fingerprint=fingerprint,
             graph_peak_bytes=max(max(part, default=0) for part in graph.live_bytes(eager=False)),
             bandwidth_bytes_per_second=bandwidths.link_bytes_per_second,

@@ -1,14 +1,43 @@
-"""What one of several replicas copies: its share of each deadline group, so that together they copy all once."""
+"""What one of several ranks copies of the state: replicas share it, so that together they copy all once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from checkflow.core.boxes import Held, shares, whole
 from checkflow.core.graph import StateEntry, TrainingGraph
 from checkflow.core.timeline import StateGroup, Timeline
+
+Part = tuple[str, tuple[int, ...]]  # name and shape
+
+
+def take_parts(
+    graph: TrainingGraph, timeline: Timeline, parts: Mapping[str, Sequence[Part]]
+) -> tuple[TrainingGraph, Timeline]:
+    """Return graph and timeline with the state that a rank copies.
+
+    Args:
+        parts: by state tensor. A tensor that is missing is another rank's.
+    """
+    kept = {
+        entry.name: [_part(entry, name, shape) for name, shape in parts.get(entry.name, ())] for entry in graph.state
+    }
+    groups = []
+    for group in timeline.groups:
+        members = [(one.name, one.size_bytes) for name, _ in group.members for one in kept[name]]
+        if members:
+            groups.append(StateGroup(group.first_write, tuple(sorted(members))))
+    state = tuple(one for entry in graph.state for one in kept[entry.name])
+    return replace(graph, state=state), replace(timeline, groups=tuple(groups))
+
+
+def _part(entry: StateEntry, name: str, shape: tuple[int, ...]) -> StateEntry:
+    if shape == entry.shape:
+        return replace(entry, name=name)
+    element_bytes = entry.size_bytes // math.prod(entry.shape)
+    return replace(entry, name=name, shape=shape, size_bytes=math.prod(shape) * element_bytes)
 
 
 def last_share(graph: TrainingGraph, timeline: Timeline) -> tuple[TrainingGraph, Timeline]:
@@ -18,19 +47,14 @@ def last_share(graph: TrainingGraph, timeline: Timeline) -> tuple[TrainingGraph,
     and less than ``SMALL_BYTES`` more. A part of a tensor that is no single box has the shape of its elements in a row.
     """
     entries = {entry.name: entry for entry in graph.state}
-    kept = {entry.name: entry for entry in graph.state if entry.placement == "host"}
-    groups = []
+    parts = {entry.name: [(entry.name, entry.shape)] for entry in graph.state if entry.placement == "host"}
     for group in timeline.groups:
-        mine = list(_last_of([entries[name] for name, _ in group.members]))
-        kept.update((entry.name, entry) for entry in mine)
-        if mine:
-            members = tuple((entry.name, entry.size_bytes) for entry in mine)
-            groups.append(StateGroup(group.first_write, tuple(sorted(members))))
-    state = tuple(kept[name] for name in entries if name in kept)
-    return replace(graph, state=state), replace(timeline, groups=tuple(groups))
+        parts |= _last_of([entries[name] for name, _ in group.members])
+    return take_parts(graph, timeline, parts)
 
 
-def _last_of(members: Iterable[StateEntry]) -> Iterable[StateEntry]:
+def _last_of(members: Iterable[StateEntry]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {}
     by_replicas: dict[int, list[StateEntry]] = {}
     for entry in members:
         by_replicas.setdefault(entry.replicas, []).append(entry)
@@ -38,12 +62,10 @@ def _last_of(members: Iterable[StateEntry]) -> Iterable[StateEntry]:
         sizes = {entry.name: max(1, entry.size_bytes // max(1, math.prod(entry.shape))) for entry in entries}
         holders = tuple(range(replicas))
         held = [Held(entry.name, whole(entry.shape), sizes[entry.name], holders) for entry in entries]
-        boxes = shares(held, replicas - 1)
-        for entry in entries:
-            if parts := boxes.get(entry.name):
-                volume = sum(box.volume for box in parts)
-                shape = parts[0].lengths if len(parts) == 1 else (volume,)
-                yield replace(entry, shape=shape, size_bytes=volume * sizes[entry.name])
+        for name, boxes in shares(held, replicas - 1).items():
+            shape = boxes[0].lengths if len(boxes) == 1 else (sum(box.volume for box in boxes),)
+            found[name] = [(name, shape)]
+    return found
 
 
 def global_bytes(state: Iterable[StateEntry], ranks: int) -> int:

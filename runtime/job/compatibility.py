@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from checkflow.core.boxes import tensor_of
 from checkflow.core.compiled_regions import compiled_regions
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
@@ -47,6 +48,16 @@ def round_every(every: int | None, interval: int) -> int | None:
         every, interval, rounded,
     )  # fmt: skip
     return rounded
+
+
+def warn_short(every: int | None, interval: int) -> None:
+    """Log that ``every`` is no multiple of a plan's interval, where all ranks save what ``every`` says."""
+    if every is not None and every % interval:
+        logger.warning(
+            "every=%d is no multiple of the interval of this rank's plan, %d: training waits for what is left to copy "
+            "at each checkpoint that comes before its time",
+            every, interval,
+        )  # fmt: skip
 
 
 def copied_device(models: Models, optimizers: Optimizers, *, of_a_rank: bool = False) -> torch.device:
@@ -126,8 +137,10 @@ def refuse_other_job(plan: Plan, state: TrainingState, optimizers: Mapping[str, 
         )
 
 
-def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str]) -> list[str]:
+def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str], ranks: int = 1) -> list[str]:
     """How existing state and optimizers (name to implementation) differ from a plan's fingerprint, a line each.
+
+    Of several ranks, ``state`` has the parts that this one copies.
 
     Planned optimizer state may be missing: optimizers make it at their first step, or at a parameter's first gradient.
     """
@@ -137,7 +150,7 @@ def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str])
         for spec in plan.fingerprint.state
         if spec.name not in live and spec.name.partition("/")[0] in optimizers
     }
-    return describe_mismatch(plan, {**live, **late}, dict(optimizers))
+    return describe_mismatch(plan, {**live, **late}, dict(optimizers), ranks)
 
 
 @dataclass(frozen=True)
@@ -178,7 +191,14 @@ def make_guards(
     steps = {step.anchor: index for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
     chunks: dict[str, list[int]] = {}
     for index, chunk in enumerate(plan.chunks):
-        chunks.setdefault(chunk.tensor, []).append(index)
+        chunks.setdefault(tensor_of(chunk.tensor), []).append(index)
+
+    def later_than(step: int, name: str) -> list[int]:
+        """The chunks of a tensor that the plan copies after a step, in case it is written there."""
+        due = plan.deadlines
+        found = chunks.get(name, ())
+        return [index for index in found if (at := due[plan.chunks[index].tensor]) is None or at > step]
+
     tensors = collect_state(models, {}, of_a_rank=True).tensors  # DTensors of a job of one rank were refused before
     at_step: dict[str, tuple[tuple[torch.Tensor | None, int], ...]] = {}
     for owner, optimizer in optimizers.items():
@@ -186,12 +206,7 @@ def make_guards(
         written: dict[str, torch.Tensor | None] = {item.name: item.held for item in tensors if id(item.held) in managed}
         written |= {name: None for name in chunks if name.partition("/")[0] == owner}
         here = steps.get(AnchorKey(AnchorKind.OPTIMIZER_PRE, owner), -1)
-        at_step[owner] = tuple(
-            (tensor, index)
-            for name, tensor in written.items()
-            if (deadline := plan.deadlines.get(name)) is None or deadline > here
-            for index in chunks.get(name, ())
-        )
+        at_step[owner] = tuple((tensor, index) for name, tensor in written.items() for index in later_than(here, name))
     at_forward: dict[AnchorKey, tuple[int, ...]] = {}
     regions = compiled_regions(models)
     for item in tensors:
@@ -201,7 +216,6 @@ def make_guards(
         key = AnchorKey(AnchorKind.FORWARD, item.module if region is None else region.name)
         if (key.kind, key.name) in silent:
             key = BOUNDARY
-        due = plan.deadlines[item.name]
-        if due is None or due > steps.get(key, -1):
-            at_forward[key] = (*at_forward.get(key, ()), *chunks[item.name])
+        if late := later_than(steps.get(key, -1), item.name):
+            at_forward[key] = (*at_forward.get(key, ()), *late)
     return Guards(at_step, {name: group_sizes(optimizer) for name, optimizer in optimizers.items()}, at_forward)

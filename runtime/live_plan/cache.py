@@ -1,10 +1,12 @@
-"""Plans kept beside the checkpoints, so that a restarted job makes none. The caller holds the directory's lock.
+"""Plans kept beside the checkpoints, so that a restarted job makes none. The newest that fits is used.
 
-``<directory>/plans/<digest>.json``, by a digest of the job's fingerprint and the user's wishes. The newest fit is used.
+``<directory>/plans/<digest>.json``, by a digest of the job's fingerprint and the user's wishes; of several ranks, each
+has a folder of its own in ``plans``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -15,6 +17,7 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError, StorageError
 from checkflow.core.plan import Fingerprint, Plan
 from checkflow.core.planner_api import PlanLimits, plan_name
+from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
@@ -29,13 +32,15 @@ class PlanCache:
     """The plans of one checkpoint directory.
 
     Args:
-        directory: exists, and is locked by this process.
+        directory: exists, and is locked by this process, or by rank 0.
         limits: the user's for a plan; plans made for others do not count.
+        rank: whose plans these are, if there are several.
     """
 
-    def __init__(self, directory: Path, limits: PlanLimits) -> None:
+    def __init__(self, directory: Path, limits: PlanLimits, rank: RankView | None = None) -> None:
         self._directory, self._limits = directory, limits
-        self.folder = directory / FOLDER
+        self._folders = (FOLDER,) if rank is None else (FOLDER, f"{rank.rank:05d}-of-{rank.world_size:05d}")
+        self.folder = directory.joinpath(*self._folders)
         self._damaged: set[str] = set()  # names that were logged as damaged
 
     def find(self, fits: Callable[[Plan], bool]) -> tuple[Plan, Path] | None:
@@ -55,14 +60,14 @@ class PlanCache:
     def file(self, fingerprint: Fingerprint) -> Path:
         """Where to write the plan of such a job; the folder is made, durably."""
         try:
-            root = fs.open_folder(str(self._directory))
-            try:
-                if not fs.exists(FOLDER, dir_fd=root):
-                    fs.mkdir(FOLDER, dir_fd=root)
-                    fs.fsync(root)
-                fs.close(fs.open_folder(FOLDER, dir_fd=root))  # refuses a link
-            finally:
-                fs.close(root)
+            with contextlib.ExitStack() as opened:
+                root = opened.enter_context(fs.folder(str(self._directory)))
+                for name in self._folders:
+                    if not fs.exists(name, dir_fd=root):
+                        with contextlib.suppress(FileExistsError):  # another rank has made it meanwhile
+                            fs.mkdir(name, dir_fd=root)
+                        fs.fsync(root)
+                    root = opened.enter_context(fs.folder(name, dir_fd=root))  # refuses a link
         except OSError as error:
             raise StorageError(f"cannot make {self.folder}: {_reason(error)}") from error
         return self.folder / plan_name(fingerprint, self._limits)
@@ -103,7 +108,8 @@ class PlanCache:
             logger.warning("cannot remove the refuted plan %s: %s", self.folder / name, error.strerror or error)
 
     def _files(self) -> list[Path]:
-        if self.folder.is_symlink():
+        within = [self._directory.joinpath(*self._folders[: n + 1]) for n in range(len(self._folders))]
+        if any(folder.is_symlink() for folder in within):
             return []
         try:
             found = [(entry.stat().st_mtime_ns, entry.name) for entry in os.scandir(self.folder) if _is_plan(entry)]

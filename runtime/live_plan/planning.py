@@ -17,7 +17,7 @@ from typing import Any
 from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError, PlanError, TraceError
 from checkflow.core.plan import Plan
-from checkflow.core.planner_api import PendingPlan, PlanLimits, Planner, PlanResponse, Recorder
+from checkflow.core.planner_api import PendingPlan, PlanLimits, Planner, PlanResponse, RankParts, Recorder
 from checkflow.core.run_report import PlanSource
 from checkflow.core.state import TrainingState, implementation_options, training_device, unwrap
 from checkflow.core.units import format_seconds
@@ -26,6 +26,7 @@ from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import IterationWatch, Seen, Traits, as_tensors, device_name
 from checkflow.runtime.live_plan.cache import PlanCache
 from checkflow.runtime.live_plan.unsaved import identities, saved_identities, warn_unsaved
+from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.system.signals import raised_by_handler
 
 logger = logging.getLogger("checkflow")
@@ -86,6 +87,7 @@ class Planning:
     Args:
         check: replays a plan before it runs.
         follow: whether a job that changes gets a new plan.
+        share: what this rank copies, if there are several.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Planning:
         limits: PlanLimits,
         *,
         follow: bool,
+        share: RankShare | None = None,
     ) -> None:
+        self._share = share
         self._given, self._models, self._optimizers, self._walk = job, job.models, job.optimizers, job.walk
         self._cache, self._planner, self._check, self._limits = cache, planner, check, limits
         self._follow = follow
@@ -293,10 +297,20 @@ class Planning:
                 device=self._device,
                 limits=self._limits,
                 file=self._cache.file,
+                of_rank=self._of_rank(),
             )
         self._best = None
         if self._making is not None:
             self.stage = Stage.MAKING
+
+    def _of_rank(self) -> RankParts | None:
+        if self._share is None:
+            return None
+        copied = self._share.of(self._walk.current())
+        parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for name, source in copied.sources.items():
+            parts.setdefault(source.tensor, []).append((name, source.box.lengths))
+        return RankParts(self._share.view.world_size, parts)
 
     # The plan that is made
 
@@ -411,7 +425,11 @@ class Planning:
     def _state_differences(self, plan: Plan) -> list[str]:
         """How the job's state and optimizers differ from the plan's."""
         state = self._walk.current()
-        lines = compatibility.differences(plan, state, compatibility.implementations(self._models, self._optimizers))
+        copied, ranks = state, 1
+        if self._share is not None:
+            ranks, copied = self._share.view.world_size, TrainingState(self._share.of(state).items, state.ties)
+        implementations = compatibility.implementations(self._models, self._optimizers)
+        lines = compatibility.differences(plan, copied, implementations, ranks)
         return lines if state.ties == plan.fingerprint.ties else [*lines, "other tensors are tied"]
 
     def _hold_against(self, plan: Plan, seen: Seen) -> Arrival | None:

@@ -37,6 +37,15 @@ class Agreement:
         return 0 if self._by_number else self._council.overview.lead
 
     @property
+    def plan_interval(self) -> int:
+        """Rank 0: the longest of all ranks' plans, in iterations; 0: not all are known to have one."""
+        return self._council.overview.plan_interval
+
+    def note_plan(self, interval: int) -> None:
+        """Another plan runs on this rank; 0: none."""
+        self._council.note_plan(interval)
+
+    @property
     def world_size(self) -> int:
         return self._council.world_size
 

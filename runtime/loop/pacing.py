@@ -108,9 +108,13 @@ class Pace:
         self._kept: Costs | None = None
         # The job's own batch is known at the first boundary; until then it is taken to be the plan's.
         plan = place.plan
-        self._foreseen = None if plan is None else self._find_costs(plan, str(plan.fingerprint.batch))[1]
+        # That the controller knows; of several ranks, plans run on all of them if there is an interval.
+        self._execution: Execution | None = None
+        self._interval = self._of_all(0 if plan is None else plan.interval)
+        self._foreseen: Costs | None = None
+        if plan is not None and self._interval:
+            self._foreseen = self._find_costs(plan, str(plan.fingerprint.batch))[1]
         self._place_controller(start, self._foreseen, quiet=True)  # the line at the start has it
-        self._execution: Execution | None = None  # that the controller knows
         self._batch: str | None = None
         self._seen = self._in_epoch = 0  # iterations
         self._held_seconds = 0.0
@@ -241,11 +245,18 @@ class Pace:
 
     def _follow(self, number: int) -> None:
         """Another plan is in place, or this is the first boundary."""
-        if self._execution is self._place.execution:
+        plan = self._place.plan
+        own = 0 if plan is None else plan.interval
+        if self._execution is not self._place.execution and self._agreement is not None:
+            self._agreement.note_plan(own)
+        before, interval = self._interval, self._of_all(own)
+        if self._execution is self._place.execution and interval == before:
             return
-        first, self._execution = self._execution is None, self._place.execution
+        first, self._execution, self._interval = self._execution is None, self._place.execution, interval
         self._unlike = not first
-        self._identity, known = self._find_costs(self._place.plan, self._batch or "")
+        if not (first or before or interval):
+            return  # other ranks have no plan yet, so that nothing is cheaper
+        self._identity, known = self._find_costs(plan if interval else None, self._batch or "")
         self._kept = known
         if first and self._foreseen is not None:
             if known == self._foreseen:
@@ -253,14 +264,21 @@ class Pace:
             logger.info("the job is not the one that was measured before: what checkpoints cost is measured anew")
         self._place_controller(number, known)
 
+    def _of_all(self, own: int) -> int:
+        """The interval of the plan that runs, or the longest of all ranks'; 0: there is none, or not on all."""
+        if self._agreement is None or self._follows or not own:
+            return own
+        longest = self._agreement.plan_interval
+        return longest and max(own, longest)
+
     def _place_controller(self, number: int, known: Costs | None, *, quiet: bool = False) -> None:
-        plan = self._place.plan
         self.controller.place(
             number,
-            1 if plan is None else plan.interval,
+            max(1, self._interval),
             every=self._place.every,
-            planned=plan is not None,
-            tiers=self._saving.host_buffers > 1,
+            planned=self._interval > 0,
+            # Other ranks do not learn which captures storage takes.
+            tiers=self._saving.host_buffers > 1 and self._agreement is None,
             known=known,
             quiet=quiet,
         )

@@ -95,7 +95,7 @@ class TrainingLoop:
 
         read_peak = functools.partial(allocated_peak_bytes, job.models)
         self.clock = PhaseClock()
-        self.place = PlanInPlace(given, planning, execute, asked.every, read_peak)
+        self.place = PlanInPlace(given, planning, execute, asked.every, read_peak, several_ranks=agreement is not None)
         self._agreement = agreement
         self.pace = Pace(asked, job, saving, self.place, directory, iteration, agreement)
         self._actions = BoundaryActions(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from checkflow.core.boxes import Box, lies_in
+from checkflow.core.boxes import Box, lies_in, part_name
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError, UnsupportedError
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.format.layout import OWNER, FileLayout, make_layout
@@ -36,7 +36,6 @@ from checkflow.runtime.store.parts import (
     Written,
     commit_ranks,
     folder_name,
-    record_name,
     write_part,
 )
 from checkflow.runtime.store.store import Store, reported
@@ -209,7 +208,7 @@ def _write_part(
                 f"{SLICES}/{name}: a box of shape {list(lengths)} at {list(offsets)} does not lie in {list(shape)}"
             )
         part = Box(shape, offsets, lengths)
-        key = record_name(f"{SLICES}/{name}", part)
+        key = part_name(f"{SLICES}/{name}", part)
         arrays[key] = box.values
         sources[key] = Source(f"{SLICES}/{name}", part)
     layout = make_layout([describe(name, array) for name, array in arrays.items()], shard=rank, shards=world_size)

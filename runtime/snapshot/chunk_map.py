@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from checkflow.core.boxes import tensor_of
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.plan import Plan
-from checkflow.core.state import StateTensor, TrainingState, dtype_name, memory_order
+from checkflow.core.state import StateTensor, TrainingState
 from checkflow.core.units import format_size
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord, make_layout
-from checkflow.runtime.snapshot.share import RankShare
+from checkflow.runtime.snapshot.share import RankShare, whole_state
 from checkflow.runtime.store.parts import Source
 
 logger = logging.getLogger("checkflow")
@@ -47,14 +49,18 @@ def make_chunk_map(
     Args:
         share: which parts of the state this rank copies, if there are several.
     """
+    parts = whole_state(state) if share is None else share.of(state)
+    items = parts.items
+    rank, ranks = (0, 1) if share is None else (share.view.rank, share.view.world_size)
     deadlines, last = plan.deadlines, plan.horizon_steps
-    items, sources = state.tensors, dict[str, Source]()
-    records = [tensor_record(item, last if (due := deadlines.get(item.name)) is None else due) for item in items]
-    if share is None:
-        layout = make_layout(records)
-    else:
-        items, records, sources = share.of(state, records)
-        layout = make_layout(records, shard=share.view.rank, shards=share.view.world_size)
+    layout = make_layout(
+        [
+            dataclasses.replace(record, deadline=last if (due := deadlines.get(record.name)) is None else due)
+            for record in parts.records
+        ],
+        shard=rank,
+        shards=ranks,
+    )
     live = {item.name: item for item in items}
     planned = frozenset() if at_boundary else _planned(plan, live, source)
     if not at_boundary:
@@ -69,18 +75,18 @@ def make_chunk_map(
         else (0, 0, 0)
         for chunk in plan.chunks
     )
-    known = {spec.name for spec in plan.fingerprint.state}
+    known = {tensor_of(spec.name) for spec in plan.fingerprint.state}
     return ChunkMap(
         state,
         items,
         planned,
         tuple(item.tensor.detach() for item in state.tensors),
         layout,
-        tuple(sorted(known - live.keys() - {name for name, _ in state.ties})),
+        tuple(sorted(known - {item.name for item in state.tensors} - {name for name, _ in state.ties})),
         tuple(item for item in items if item.name not in planned),
         chunks,
         sum(length for _, _, length in chunks),
-        sources,
+        parts.sources,
     )
 
 
@@ -113,14 +119,3 @@ def planned_records(plan: Plan) -> list[TensorRecord]:
         item_bytes = STORED_TYPES[spec.dtype].element_bytes
         records.append(TensorRecord(spec.name, spec.dtype, spec.shape, spec.size_bytes, item_bytes))
     return records
-
-
-def tensor_record(item: StateTensor, deadline: int) -> TensorRecord:
-    """What the file layout needs to know of a state tensor."""
-    tensor = item.tensor
-    order = memory_order(tensor)
-    row_major = order is None or order == tuple(range(tensor.dim()))
-    return TensorRecord(
-        item.name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes, tensor.element_size(), deadline,
-        None if row_major else order, conjugated=tensor.is_conj(), negated=tensor.is_neg(),
-    )  # fmt: skip

@@ -1,19 +1,40 @@
-"""What one of several ranks copies: its share of what several hold alike, and all that it alone holds."""
+"""What a process copies of a job's state: all of it; or, as one of several ranks, its share of what several hold alike,
+and all that it alone holds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from checkflow.core.boxes import first_element, shares
-from checkflow.core.state import StateTensor, TrainingState
+from checkflow.core.state import StateTensor, TrainingState, dtype_name, memory_order, optimizer_parameters
 from checkflow.runtime.format.layout import TensorRecord
 from checkflow.runtime.state.meshes import RankView, to_held
 from checkflow.runtime.store.parts import Source, part_records
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is copied: each part without a gap in memory and under a name of its own.
+
+    Attributes:
+        records: of ``items``, without deadlines.
+        sources: by the name of a part, what it is of; those that are missing are whole tensors.
+    """
+
+    items: tuple[StateTensor, ...]
+    records: tuple[TensorRecord, ...]
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+
+def whole_state(state: TrainingState) -> Parts:
+    """All of it."""
+    return Parts(state.tensors, tuple(tensor_record(item) for item in state.tensors))
 
 
 @dataclass(frozen=True)
@@ -24,29 +45,52 @@ class RankShare:
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, torch.optim.Optimizer]
 
-    def of(
-        self, state: TrainingState, records: Sequence[TensorRecord]
-    ) -> tuple[tuple[StateTensor, ...], list[TensorRecord], dict[str, Source]]:
-        """The parts, each without a gap in memory and under a name of its own; their records; and what each is.
+    def of(self, state: TrainingState) -> Parts:
+        """This rank's parts. All ranks' parts are all of the state once, whatever plans the ranks have.
 
-        Args:
-            records: of ``state.tensors``.
+        Replicas divide what one optimizer's step writes, and what none writes: as a rule, what is due at one time.
         """
         placed = self.view.placements(state, self.models, self.optimizers)
-        held = {record.name: to_held(record, placed[record.name]) for record in records}
+        groups = self._groups(state)
+        records = {item.name: tensor_record(item) for item in state.tensors}
+        held = {name: to_held(record, placed[name], groups[name]) for name, record in records.items()}
         mine = shares(held.values(), self.view.rank)
         items: list[StateTensor] = []
         kept: list[TensorRecord] = []
         sources: dict[str, Source] = {}
-        for item, record in zip(state.tensors, records, strict=True):
+        for item in state.tensors:
             own = placed[item.name].kind == "own"
-            parts, of = part_records(item.name, mine.get(item.name, ()), record, own=own)
+            parts, of = part_records(item.name, mine.get(item.name, ()), records[item.name], own=own)
             for part in parts:
                 view = _part(item.tensor, first_element(held[item.name], of[part.name].box), part)
                 items.append(dataclasses.replace(item, name=part.name, tensor=view, whole=item.held))
             kept += parts
             sources |= of
-        return tuple(items), kept, sources
+        return Parts(tuple(items), tuple(kept), sources)
+
+    def _groups(self, state: TrainingState) -> dict[str, int]:
+        """By state tensor, the number of the optimizer whose step writes it; -1: none."""
+        numbers = {name: number for number, name in enumerate(sorted(self.optimizers))}
+        by_parameter = {
+            id(parameter): numbers[name]
+            for name, optimizer in self.optimizers.items()
+            for _, parameter in optimizer_parameters(self.models, optimizer)
+        }
+        return {
+            item.name: by_parameter.get(id(item.held), numbers.get(item.name.partition("/")[0], -1))
+            for item in state.tensors
+        }
+
+
+def tensor_record(item: StateTensor) -> TensorRecord:
+    """What the file layout needs to know of a state tensor, without its deadline."""
+    tensor = item.tensor
+    order = memory_order(tensor)
+    row_major = order is None or order == tuple(range(tensor.dim()))
+    return TensorRecord(
+        item.name, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes, tensor.element_size(),
+        permutation=None if row_major else order, conjugated=tensor.is_conj(), negated=tensor.is_neg(),
+    )  # fmt: skip
 
 
 def _part(tensor: torch.Tensor, first: int, part: TensorRecord) -> torch.Tensor:

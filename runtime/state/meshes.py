@@ -111,11 +111,9 @@ def placements(
     return found
 
 
-def to_held(record: TensorRecord, placement: Placement) -> Held:
+def to_held(record: TensorRecord, placement: Placement, group: int = 0) -> Held:
     """What :func:`checkflow.core.boxes.shares` divides among replicas; ``record`` is of this rank's part."""
-    return Held(
-        record.name, placement.box, record.element_bytes, placement.holders, record.deadline, record.permutation
-    )
+    return Held(record.name, placement.box, record.element_bytes, placement.holders, group, record.permutation)
 
 
 # ----------------------------------------------------------------------------------------------------------- wrappers

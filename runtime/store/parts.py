@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkflow.core.boxes import Box, overlap, whole
+from checkflow.core.boxes import Box, overlap, part_name, whole
 from checkflow.core.errors import MismatchError, StorageError
 from checkflow.core.graph import STRICT, Many, Named
 from checkflow.runtime.format import manifest
@@ -89,11 +89,6 @@ class Gathered:
 def folder_name(step: int, run_id: str, attempt: str) -> str:
     """The directory into which all ranks write: an attempt has another one than those before it."""
     return temporary_name(step, f"{run_id}.{attempt}")
-
-
-def record_name(name: str, box: Box) -> str:
-    """The name of a part in a rank's layout, and so its key in the file: ``model/weight[0:4,0:8]``."""
-    return name if box.is_whole else f"{name}{box}"
 
 
 @contextlib.contextmanager
@@ -307,7 +302,7 @@ def part_records(
     records, sources = [], {}
     for box in boxes:
         record = dataclasses.replace(
-            like, name=record_name(name, box), shape=box.lengths, size_bytes=box.volume * like.element_bytes
+            like, name=part_name(name, box), shape=box.lengths, size_bytes=box.volume * like.element_bytes
         )
         records.append(record)
         sources[record.name] = Source(name, box, own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
@@ -33,6 +35,27 @@ def test_a_killed_job_ends_as_if_it_had_never_been(tmp_path: Path, kind: str) ->
         expected, found = whole.last(rank, "ended"), resumed.last(rank, "ended")
         assert (found["step"], found["digest"]) == (expected["step"], expected["digest"])
         assert (found["durable"], found["failed"], found["audits"]) == (found["step"], 0, found["committed"])
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "fsdp" else pytest.mark.slow) for kind in KINDS]
+)
+def test_each_rank_copies_its_share_by_a_plan_of_its_own(tmp_path: Path, kind: str) -> None:
+    """It records an iteration and plans; all checkpoints are true, and a resumed run finds the plans again."""
+    ranks, folder = KINDS[kind], numbered(tmp_path)
+    whole = run_job(folder(), ranks, tmp_path / "whole", kind, 6)
+    first = run_job(folder(), ranks, tmp_path / "all", kind, 5, planned=1)
+    then = run_job(folder(), ranks, tmp_path / "all", kind, 6)
+    ends = [[run.last(rank, "ended") for rank in range(ranks)] for run in (first, then)]
+    for of_run, source in zip(ends, ("recorded", "cache"), strict=True):
+        assert {end["plan"]["source"] for end in of_run} == {source}
+        assert all((end["failed"], end["audits"]) == (0, end["committed"]) for end in of_run)
+        assert min(end["moved"]["direct_bytes"] + end["moved"]["snapshot_bytes"] for end in of_run) > 0
+    assert [end["digest"] for end in ends[1]] == [whole.last(rank, "ended")["digest"] for rank in range(ranks)]
+    with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
+        tensors = checkpoint.manifest.tensors.values()
+        state_bytes = sum(math.prod(one.shape) * STORED_TYPES[one.dtype].element_bytes for one in tensors)
+    assert sum(end["plan"]["state_bytes"] for end in ends[1]) == state_bytes
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from torch import nn
 
 from checkflow.core.boxes import SMALL_BYTES, coverage_fault
 from checkflow.core.state import collect_state
-from checkflow.runtime.snapshot.chunk_map import tensor_record
 from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.store.parts import Source
@@ -32,11 +31,11 @@ def test_replicas_copy_each_element_once(shapes: list[list[int]], ranks: int, tu
             model[name] = nn.Parameter(parameter.detach().permute(tuple(reversed(range(parameter.dim())))))
     state = collect_state({"model": model}, {}, of_a_rank=True)
     whole = {item.name: item.tensor for item in state.tensors}
-    records = [tensor_record(item, 0) for item in state.tensors]
     copied: dict[str, list[Source]] = {}
     for rank in range(ranks):
         share = RankShare(RankView(rank, ranks, ("model",)), {"model": model}, {})
-        items, kept, sources = share.of(state, records)
+        parts = share.of(state)
+        items, kept, sources = parts.items, parts.records, parts.sources
         assert [item.name for item in items] == [record.name for record in kept] == list(sources)
         size_bytes = sum(item.tensor.nbytes for item in items)
         assert size_bytes <= sum(item.tensor.nbytes for item in state.tensors) / ranks + SMALL_BYTES
@@ -56,6 +55,6 @@ def test_a_model_that_no_wrapper_describes_is_each_rank_s_own() -> None:
     state = collect_state({"model": model}, {}, of_a_rank=True)
     for rank in range(2):
         share = RankShare(RankView(rank, 2), {"model": model}, {})
-        items, _, sources = share.of(state, [tensor_record(item, 0) for item in state.tensors])
-        assert [item.name for item in items] == ["model/weight", "model/bias"]
-        assert all(source.own for source in sources.values())
+        parts = share.of(state)
+        assert [item.name for item in parts.items] == ["model/weight", "model/bias"]
+        assert all(source.own for source in parts.sources.values())

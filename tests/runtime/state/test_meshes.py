@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkflow.core.boxes import Held, coverage_fault, whole
 from checkflow.core.state import StateTensor, collect_state
-from checkflow.runtime.snapshot.chunk_map import tensor_record
+from checkflow.runtime.snapshot.share import tensor_record
 from checkflow.runtime.state import meshes
 from checkflow.runtime.state.meshes import Placement, placements, to_held
 from tests.support.programs import mesh_jobs
@@ -208,5 +208,5 @@ def test_strided_shards_cut_from_right_to_left(rows: int) -> None:
 def test_replicas_share_in_the_order_of_memory() -> None:
     weight = torch.empty(64, 32, 16, 16).to(memory_format=torch.channels_last)
     placed = Placement("replicated", whole(weight.shape), (0, 1))
-    held = to_held(tensor_record(StateTensor("model/w", "parameter", weight), 3), placed)
+    held = to_held(tensor_record(StateTensor("model/w", "parameter", weight)), placed, 3)
     assert held == Held("model/w", placed.box, 4, (0, 1), 3, (0, 2, 3, 1))

@@ -20,7 +20,7 @@ from checkflow.core.state import StateTensor, collect_state
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import TensorRecord, file_image, make_layout, write_headers
 from checkflow.runtime.format.manifest import BLOCK_BYTES
-from checkflow.runtime.snapshot.chunk_map import tensor_record
+from checkflow.runtime.snapshot.share import tensor_record
 from checkflow.runtime.state.collect import StateWalk, capture_extra
 from checkflow.runtime.state.meshes import RankView, to_held
 from checkflow.runtime.state.restore import restore, restore_rank
@@ -73,10 +73,10 @@ def save_job(model: nn.Module, optimizer: torch.optim.Optimizer | None, view: Ra
     records: list[TensorRecord] = []
     sources: dict[str, Source] = {}
     items = {item.name: item for item in state.tensors}
-    held = {item.name: to_held(tensor_record(item, 0), placed[item.name]) for item in state.tensors}
+    held = {item.name: to_held(tensor_record(item), placed[item.name]) for item in state.tensors}
     for name, boxes in shares(held.values(), rank).items():
         own = placed[name].kind == "own"
-        made, of = part_records(name, boxes, tensor_record(items[name], 0), own=own)
+        made, of = part_records(name, boxes, tensor_record(items[name]), own=own)
         records, sources = records + made, sources | of
     layout = make_layout(records, shard=rank, shards=world_size)
     staging = memoryview(bytearray(layout.buffer_bytes))

@@ -15,7 +15,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkflow.core.boxes import Box, Held, whole
+from checkflow.core.boxes import Box, Held, part_name, whole
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, FileEntry, own_name, rank_extra_name
 from checkflow.runtime.store import block_reader
@@ -29,7 +29,6 @@ from checkflow.runtime.store.parts import (
     folder_name,
     join,
     narrow_to,
-    record_name,
 )
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
@@ -87,7 +86,7 @@ def test_one_process_reads_it_whole(saved: dict[str, Path], kind: str) -> None:
                 values = safetensors.numpy.load_file(saved[kind] / piece.file)[piece.key]
                 box = Box(entry.shape, piece.offsets, piece.lengths)
                 assert np.array_equal(values, part(ARRAYS[name], box))
-                assert f"{name.partition('/')[0]}/{piece.key}" == record_name(name, box)
+                assert f"{name.partition('/')[0]}/{piece.key}" == part_name(name, box)
 
 
 @pytest.mark.parametrize("then", KINDS)

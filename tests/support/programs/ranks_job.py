@@ -2,7 +2,7 @@
 
 ``ranks_job.py DIRECTORY KIND EPOCHS [OPTION=VALUE ...]`` appends JSON lines to ``log-<rank>`` in the working directory.
 Options: loop=steps (without a loader), evaluate=1 (after each step), every ("auto" for none), rank1_every (one rank's),
-pause (seconds an iteration), grace_seconds.
+pause (seconds an iteration), grace_seconds, planned=1 (wait for this rank's plan after iteration 8).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import checkflow
+from tests.support.waiting import wait_for
 
 WIDTH = 64
 
@@ -144,6 +145,9 @@ def main() -> None:
                     model.train()
                 tell("stepped", step=checkpointer.iteration + 1, durable=checkpointer.durable_step)
                 time.sleep(float(options.get("pause", "0")))
+                if "planned" in options and checkpointer.iteration == 8:
+                    plans = Path(directory) / "plans" / f"{rank:05d}-of-{dist.get_world_size():05d}"
+                    wait_for(lambda: list(plans.glob("*.json")))  # noqa: B023
     except BaseException as error:
         report = checkpointer.report()
         tell("raised", kind=type(error).__name__, message=str(error), step=checkpointer.iteration,
@@ -151,7 +155,7 @@ def main() -> None:
         raise
     report = checkpointer.report()
     tell("ended", step=checkpointer.iteration, durable=checkpointer.durable_step, failed=report["failed"],
-         committed=report["committed"], audits=report["audits_passed"],
+         committed=report["committed"], audits=report["audits_passed"], plan=report["plan"], moved=report["bytes"],
          digest=digest_of([model], optimizer))  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()
