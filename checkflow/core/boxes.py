@@ -15,7 +15,7 @@ SMALL_BYTES = 65536  # smaller tensors are not cut, and no cut moves by more tha
 
 Shape = tuple[int, ...]
 _Span = tuple[Shape, Shape]  # offsets and lengths
-_BOX = re.compile(r"\[(\d+:\d+(,\d+:\d+)*)?\]\Z", re.ASCII)
+_BOX = re.compile(r"\[\d+:\d+(,\d+:\d+)*\]\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from checkflow.core import plan as plans
@@ -60,14 +60,8 @@ class PlanCache:
     def file(self, fingerprint: Fingerprint) -> Path:
         """Where to write the plan of such a job; the folder is made, durably."""
         try:
-            with contextlib.ExitStack() as opened:
-                root = opened.enter_context(fs.folder(str(self._directory)))
-                for name in self._folders:
-                    if not fs.exists(name, dir_fd=root):
-                        with contextlib.suppress(FileExistsError):  # another rank has made it meanwhile
-                            fs.mkdir(name, dir_fd=root)
-                        fs.fsync(root)
-                    root = opened.enter_context(fs.folder(name, dir_fd=root))  # refuses a link
+            with self._open(make=True):
+                pass
         except OSError as error:
             raise StorageError(f"cannot make {self.folder}: {_reason(error)}") from error
         return self.folder / plan_name(fingerprint, self._limits)
@@ -76,15 +70,12 @@ class PlanCache:
         """Make a new plan's name durable and remove the oldest of too many. Failing only costs another recording."""
         self._damaged.discard(path.name)
         try:
-            folder = fs.open_folder(str(self.folder))
-            try:
+            with self._open() as folder:
                 fs.fsync(folder)
                 kept = {path.name, *(other.name for other in self._files()[:KEPT])}
                 for name in fs.names(folder):
                     if _OURS.fullmatch(name) and name not in kept:
                         fs.unlink(name, dir_fd=folder)
-            finally:
-                fs.close(folder)
         except OSError as error:
             logger.warning("cannot keep the plan in %s: %s", self.folder, _reason(error))
 
@@ -93,7 +84,7 @@ class PlanCache:
         if not os.path.lexists(self.folder):
             return
         try:
-            with fs.folder(str(self.folder)) as folder:
+            with self._open() as folder:
                 for name in filter(_HALF.fullmatch, fs.names(folder)):
                     fs.unlink(name, dir_fd=folder)
         except OSError as error:
@@ -103,16 +94,30 @@ class PlanCache:
         """Remove a plan that the job has refuted, if it is kept."""
         name = plan_name(plan.fingerprint, self._limits)
         try:
-            (self.folder / name).unlink(missing_ok=True)
+            with self._open() as folder:
+                fs.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             logger.warning("cannot remove the refuted plan %s: %s", self.folder / name, error.strerror or error)
 
+    @contextlib.contextmanager
+    def _open(self, *, make: bool = False) -> Iterator[int]:
+        """The folder, through no link. OSError if it cannot be opened, or made."""
+        with contextlib.ExitStack() as opened:
+            folder = opened.enter_context(fs.folder(str(self._directory)))
+            for name in self._folders:
+                if make and not fs.exists(name, dir_fd=folder):
+                    with contextlib.suppress(FileExistsError):  # another rank has made it meanwhile
+                        fs.mkdir(name, dir_fd=folder)
+                    fs.fsync(folder)
+                folder = opened.enter_context(fs.folder(name, dir_fd=folder))
+            yield folder
+
     def _files(self) -> list[Path]:
-        within = [self._directory.joinpath(*self._folders[: n + 1]) for n in range(len(self._folders))]
-        if any(folder.is_symlink() for folder in within):
-            return []
         try:
-            found = [(entry.stat().st_mtime_ns, entry.name) for entry in os.scandir(self.folder) if _is_plan(entry)]
+            with self._open() as folder, os.scandir(folder) as entries:
+                found = [(entry.stat().st_mtime_ns, entry.name) for entry in entries if _is_plan(entry)]
         except OSError:  # no folder yet, or unreadable: no plans
             return []
         return [self.folder / name for _, name in sorted(found, reverse=True)]

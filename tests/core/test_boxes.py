@@ -20,8 +20,10 @@ from checkflow.core.boxes import (
     first_element,
     flat_range,
     overlap,
+    part_name,
     runs,
     shares,
+    tensor_of,
     whole,
 )
 
@@ -63,6 +65,15 @@ def numbered(shape: tuple[int, ...]) -> np.ndarray:  # type: ignore[type-arg]
 def test_a_box_must_lie_in_its_tensor(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"does not lie in \[3, 5\]"):
         Box((3, 5), offsets, lengths)
+
+
+@given(st.data(), st.lists(st.integers(0, 9), max_size=4).map(tuple))
+def test_a_part_is_named_by_its_tensor_and_box(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
+    lengths = tuple(data.draw(st.integers(0, size - begin)) for size, begin in zip(shape, offsets, strict=True))
+    for tensor in ("model/0.weight", "optimizer/a[0].b.exp_avg", "m/[x]"):
+        assert tensor_of(part_name(tensor, Box(shape, offsets, lengths))) == tensor
+    assert part_name("m/w", whole(shape)) == "m/w"
 
 
 def test_a_box_is_named_as_a_slice() -> None:

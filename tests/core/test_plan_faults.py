@@ -19,6 +19,7 @@ from checkflow.core.errors import PlanError, StorageError
 from checkflow.core.plan import Plan, dumps, load, loads, save
 from checkflow.core.planner_api import PlanLimits
 from checkflow.runtime.live_plan.cache import FOLDER, PlanCache
+from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.system import fs
 from tests.faults.plan_faults import good_plan
 from tests.support.faults import ERRORS, Killed
@@ -343,11 +344,13 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(
     assert (tmp_path / "elsewhere" / half.name).exists()
 
 
-def test_a_folder_of_plans_that_leads_elsewhere_is_not_used(tmp_path: Path) -> None:
+@pytest.mark.every_case
+@pytest.mark.parametrize("rank", [None, RankView(1, 2)])
+def test_a_folder_of_plans_that_leads_elsewhere_is_not_used(tmp_path: Path, rank: RankView | None) -> None:
     elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
     here.mkdir()
     elsewhere.mkdir()
-    cache = PlanCache(here, PlanLimits())
+    cache = PlanCache(here, PlanLimits(), rank)
     name = cache.file(PLAN.fingerprint).name
     save(PLAN, cache.folder / name)
     assert cache.find(lambda _: True) is not None
@@ -356,4 +359,6 @@ def test_a_folder_of_plans_that_leads_elsewhere_is_not_used(tmp_path: Path) -> N
     assert cache.find(lambda _: True) is None
     with pytest.raises(StorageError, match="no directory of its own"):
         cache.file(PLAN.fingerprint)
-    assert os.listdir(elsewhere / FOLDER) == [name]
+    cache.keep(cache.folder / name)
+    cache.drop(PLAN)
+    assert os.listdir(elsewhere / cache.folder.relative_to(here)) == [name]
