@@ -259,6 +259,7 @@ class Planning:
 
     def _end_recording(self, recorder: Recorder, stepped: frozenset[str], seen: Seen) -> None:
         self._recordings += 1
+        self._walk.current()  # FSDP2 shards again what it kept whole since an evaluation
         with self._giving_up():
             try:
                 recorded = recorder.end(batch=as_tensors(seen.traits.batch), micro_batches=seen.traits.micro_batches)

@@ -149,8 +149,9 @@ def test_rank_0_decides_which_boundaries_all_ranks_save(tmp_path: Path, every: s
 @pytest.mark.slow
 def test_evaluation_leaves_whole_parameters_that_are_saved_in_parts(tmp_path: Path) -> None:
     """FSDP2 keeps them after a forward pass that no backward pass has followed."""
-    job = run_job(tmp_path / "run", 2, tmp_path / "all", "fsdp", 1, evaluate=1)
-    assert job.last(0, "ended")["failed"] == 0
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", "fsdp", 2, evaluate=1, planned=1)
+    end = job.last(0, "ended")
+    assert (end["failed"], end["audits"], end["plan"]["source"]) == (0, end["committed"], "recorded")
     with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
         own = {name for name in checkpoint.manifest.tensors if name.startswith("rank-own/1/")}
         assert own == {f"rank-own/1/model/2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
