@@ -191,7 +191,7 @@ class Held:
     Args:
         box: the rank's part of the tensor.
         holders: the ranks that share the copying of this box, ascending. A rank that is not among them copies nothing.
-        group: tensors of one group are due at the same time.
+        group: the tensors of one group are divided together.
         order: the box's dimensions by memory, outermost first; None: row-major.
     """
 

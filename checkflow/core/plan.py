@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from checkflow.core.boxes import tensor_of
 from checkflow.core.device import DeviceKind
 from checkflow.core.errors import PlanError, first_fault
 from checkflow.core.graph import BOUNDARY, STRICT, AnchorKey, AnchorKind, Many
@@ -152,6 +153,10 @@ class Plan:
     @property
     def granularity(self) -> Granularity:
         return self.timeline.granularity
+
+    def whole_name(self, name: str) -> str:
+        """Return the state tensor that a name in this plan is of; a plan of one of several ranks names parts."""
+        return name if self.fingerprint.ranks == 1 else tensor_of(name)
 
     @property
     def horizon_steps(self) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from checkflow.core.boxes import tensor_of
 from checkflow.core.compiled_regions import compiled_regions
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
@@ -48,16 +47,6 @@ def round_every(every: int | None, interval: int) -> int | None:
         every, interval, rounded,
     )  # fmt: skip
     return rounded
-
-
-def warn_short(every: int | None, interval: int) -> None:
-    """Log that ``every`` is no multiple of a plan's interval, where all ranks save what ``every`` says."""
-    if every is not None and every % interval:
-        logger.warning(
-            "every=%d is no multiple of the interval of this rank's plan, %d: training waits for what is left to copy "
-            "at each checkpoint that comes before its time",
-            every, interval,
-        )  # fmt: skip
 
 
 def copied_device(models: Models, optimizers: Optimizers, *, of_a_rank: bool = False) -> torch.device:
@@ -191,7 +180,7 @@ def make_guards(
     steps = {step.anchor: index for index, step in enumerate(plan.timeline.steps) if step.anchor is not None}
     chunks: dict[str, list[int]] = {}
     for index, chunk in enumerate(plan.chunks):
-        chunks.setdefault(tensor_of(chunk.tensor), []).append(index)
+        chunks.setdefault(plan.whole_name(chunk.tensor), []).append(index)
 
     def later_than(step: int, name: str) -> list[int]:
         """The chunks of a tensor that the plan copies after a step, in case it is written there."""

@@ -160,9 +160,7 @@ class PlanInPlace:
         if arrival.plan is None:
             self.every = self._asked_every
             return
-        if self._several_ranks:
-            compatibility.warn_short(self._asked_every, arrival.plan.interval)
-        else:
+        if not self._several_ranks:
             self.every = compatibility.round_every(self._asked_every, arrival.plan.interval)
 
     def _log_placed(self, arrival: Arrival) -> None:

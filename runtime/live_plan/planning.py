@@ -102,6 +102,7 @@ class Planning:
         share: RankShare | None = None,
     ) -> None:
         self._share = share
+        self._parts: tuple[TrainingState, TrainingState] | None = None  # the state that was last divided, and the share
         self._given, self._models, self._optimizers, self._walk = job, job.models, job.optimizers, job.walk
         self._cache, self._planner, self._check, self._limits = cache, planner, check, limits
         self._follow = follow
@@ -185,6 +186,9 @@ class Planning:
 
     def _proceed(self, recorder: Recorder | None, stepped: frozenset[str], seen: Seen) -> Arrival | None:
         if self.stage is Stage.UNPLANNED:
+            # What a rank copies shows only with all state.
+            if self._share is not None and (kept := self.find_kept()) is not None:
+                return kept
             self._record_next()
         elif self.stage is Stage.RECORDED and recorder is not None:
             self._end_recording(recorder, stepped, seen)
@@ -426,12 +430,18 @@ class Planning:
     def _state_differences(self, plan: Plan) -> list[str]:
         """How the job's state and optimizers differ from the plan's."""
         state = self._walk.current()
-        copied, ranks = state, 1
-        if self._share is not None:
-            ranks, copied = self._share.view.world_size, TrainingState(self._share.of(state).items, state.ties)
         implementations = compatibility.implementations(self._models, self._optimizers)
-        lines = compatibility.differences(plan, copied, implementations, ranks)
+        ranks = 1 if self._share is None else self._share.view.world_size
+        lines = compatibility.differences(plan, self._copied(state), implementations, ranks)
         return lines if state.ties == plan.fingerprint.ties else [*lines, "other tensors are tied"]
+
+    def _copied(self, state: TrainingState) -> TrainingState:
+        """What this process copies of the state."""
+        if self._share is None:
+            return state
+        if self._parts is None or self._parts[0] is not state:
+            self._parts = state, TrainingState(self._share.of(state).items, state.ties)
+        return self._parts[1]
 
     def _hold_against(self, plan: Plan, seen: Seen) -> Arrival | None:
         """Check that the job is still the one that was planned, and react if it is not."""
@@ -440,6 +450,7 @@ class Planning:
         if not now.is_like(self._compared):
             odd, self._compared = self._state_differences(plan), now
             self._searched.clear()
+        moved = bool(odd) and self._share is not None  # more or less state: hardly a part is what the plan has
         if not odd:
             self._confirmed = True
             odd = self._held_traits(plan, seen)
@@ -447,7 +458,7 @@ class Planning:
             return None
         if not self._confirmed:  # a kept plan, and all state exists only now
             logger.info("the kept plan does not fit this job: %s", odd[0])
-        elif not self._follow:
+        elif not (self._follow or moved):
             # The newest kept plan was taken by the state alone: another one may fit better.
             if self._kept and seen.traits not in self._searched:
                 self._searched.add(seen.traits)

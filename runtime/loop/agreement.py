@@ -37,8 +37,8 @@ class Agreement:
         return 0 if self._by_number else self._council.overview.lead
 
     @property
-    def plan_interval(self) -> int:
-        """Rank 0: the longest of all ranks' plans, in iterations; 0: not all are known to have one."""
+    def plan_interval(self) -> int | None:
+        """Rank 0: the longest of all ranks' plans, in iterations; 0: some have none; None: some have not said."""
         return self._council.overview.plan_interval
 
     def note_plan(self, interval: int) -> None:
@@ -62,18 +62,19 @@ class Agreement:
         """Whether all ranks that end at this boundary save it: not where a rank is dead, or the grace period over."""
         return self._view.end is not None and self._view.end.at == step
 
-    def is_due(self, step: int, *, wanted: bool) -> bool:
+    def is_due(self, step: int, ahead: int, *, wanted: bool) -> bool:
         """Whether all ranks capture this boundary.
 
         Args:
-            wanted: whether rank 0 wants the boundary that is ``ahead`` of this one.
+            ahead: as :attr:`ahead` was when rank 0 decided.
+            wanted: whether rank 0 wants the boundary that is so many iterations ahead of this one.
         """
         if self._by_number:
             return wanted
         if not self.leads:
             return self._view.schedule.is_due(step)
-        if wanted and self.ahead and (not self._scheduled or self._scheduled[-1] < step):
-            self._scheduled.append(step + self.ahead)
+        if wanted and ahead and (not self._scheduled or self._scheduled[-1] < step):
+            self._scheduled.append(step + ahead)
             self._council.schedule(Schedule(tuple(self._scheduled), self._scheduled[-1]))
         return step in self._scheduled
 

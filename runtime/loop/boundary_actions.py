@@ -152,7 +152,7 @@ class BoundaryActions:
     def _change_plan(self, boundary: Boundary, *, ending: bool) -> None:
         """What planning has come to, before this boundary is looked at."""
         planning = self._place.planning
-        unplanned = self._place.plan is None and (planning is not None or self._agreement is not None)
+        unplanned = self._place.plan is None and planning is not None
         if unplanned and self.iteration == self._first_iteration and not ending:
             self._execution.prepare()  # now: to touch so much memory takes long, and is no checkpoint's cost
         if planning is None:
@@ -300,4 +300,4 @@ class BoundaryActions:
 
 
 def _versions(state: TrainingState) -> list[int]:
-    return versions_of(item.tensor for item in state.tensors)
+    return versions_of(state.tensors)

@@ -110,7 +110,9 @@ class Pace:
         plan = place.plan
         # That the controller knows; of several ranks, plans run on all of them if there is an interval.
         self._execution: Execution | None = None
-        self._interval = self._of_all(0 if plan is None else plan.interval)
+        self._interval = own = 0 if plan is None else plan.interval
+        if agreement is not None:
+            agreement.note_plan(own)
         self._foreseen: Costs | None = None
         if plan is not None and self._interval:
             self._foreseen = self._find_costs(plan, str(plan.fingerprint.batch))[1]
@@ -212,12 +214,13 @@ class Pace:
         ahead = 0 if self._agreement is None else self._agreement.ahead
         due = (asked or not early) and self.controller.is_due(number + ahead)
         if self._agreement is not None:
-            due = self._agreement.is_due(number, wanted=due)
+            due = self._agreement.is_due(number, ahead, wanted=due)
         self._regular = due
         # What only rank 0 has measured cannot leave out an epoch's end, which all ranks capture unasked.
         left_out = self._asked.every is not None or (self._agreement is None and self.controller.leaves_out_epochs)
         extra = demanded or (epoch_end and not left_out)
-        self.durable = extra or self.controller.is_durable(number)
+        # Of several ranks, a boundary was agreed some iterations ago: all others write it.
+        self.durable = extra or self._agreement is not None or self.controller.is_durable(number)
         return due or extra
 
     def makes_room(self) -> bool:
@@ -258,6 +261,12 @@ class Pace:
             return  # other ranks have no plan yet, so that nothing is cheaper
         self._identity, known = self._find_costs(plan if interval else None, self._batch or "")
         self._kept = known
+        if interval and self._place.every is not None and not self._follows and self._place.every < interval:
+            logger.warning(
+                "every=%d is less than the interval of a rank's plan, %d: training waits for what is left to copy at "
+                "each checkpoint",
+                self._place.every, interval,
+            )  # fmt: skip
         if first and self._foreseen is not None:
             if known == self._foreseen:
                 return
@@ -269,7 +278,7 @@ class Pace:
         if self._agreement is None or self._follows or not own:
             return own
         longest = self._agreement.plan_interval
-        return longest and max(own, longest)
+        return own if longest is None else longest and max(own, longest)
 
     def _place_controller(self, number: int, known: Costs | None, *, quiet: bool = False) -> None:
         self.controller.place(

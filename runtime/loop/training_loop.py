@@ -89,7 +89,7 @@ class TrainingLoop:
             return Execution(
                 plan, program, job, saving.engine, saving.buffers, saving.submit, self,
                 implementations=compatibility.implementations(job.models, job.optimizers),
-                raising=raising, known_to_fit=planning is not None or share is not None, resumed=self._resumed,
+                raising=raising, known_to_fit=planning is not None, resumed=self._resumed,
                 sightings=sightings, share=share,
             )  # fmt: skip
 

@@ -85,7 +85,7 @@ class RankCommit:
     def _follow(self, capture: Capture, extra: bytes) -> Path:
         council, step = self._council, capture.step
         path = self._store.directory / step_name(step)
-        patience_seconds = receipts.wait_seconds(self._persist_seconds)
+        patience_seconds = receipts.wait_seconds(self._persist_seconds) + council.view.capture_seconds
         if any((one.step, one.ended) == (step, "committed") for one in council.view.attempts):
             return path  # it was tried again here, since rank 0's word came late
         attempt = council.await_attempt(step, patience_seconds, after=self._attempt)
@@ -97,7 +97,7 @@ class RankCommit:
             council.post_receipt(self._receipt(attempt, failure=" ".join(str(error).split())))
             raise
         council.post_receipt(receipt)
-        council.await_verdict(attempt, _VERDICT_TIMES * receipts.wait_seconds(self._persist_seconds))
+        council.await_verdict(attempt, _VERDICT_TIMES * patience_seconds)
         return path
 
     def _write_into(self, attempt: Attempt, capture: Capture, extra: bytes, wait_seconds: float) -> Receipt:

@@ -27,6 +27,7 @@ from checkflow.runtime.ranks.records import (
 _ATTEMPTS = 16  # that the board names
 _FIRST_NOTICE_SECONDS, _LONGEST_NOTICE_SECONDS = 0.25, 8.0
 _FIRST_LEAD, _MOST_LEAD = 2, 100_000  # iterations
+_SPAN_SECONDS = 10.0  # of which a capture is counted in multiples, so that the board seldom changes
 _DOUBT_SECONDS = 1.0  # a card may be older than the capture of the last boundary, which training had passed
 
 
@@ -38,14 +39,14 @@ class Overview:
         passed: the boundary that the foremost rank has passed.
         lead: by how many iterations a decision is to come before its boundary, so that all ranks learn of it in time;
             0: not known yet.
-        plan_interval: the longest of the ranks' plans, in iterations; 0: some have none.
+        plan_interval: the longest of the ranks' plans, in iterations; 0: some have none; None: some have not said.
         reports: what each rank brings to the start, if all have come.
         left: ranks that take part no longer.
     """
 
     passed: int = 0
     lead: int = 0
-    plan_interval: int = 0
+    plan_interval: int | None = None
     reports: Mapping[int, StartReport] = field(default_factory=dict)
     left: tuple[int, ...] = ()
 
@@ -89,7 +90,7 @@ class Chair:
             return
         self._receipts.setdefault(receipt.rank, receipt)
         if receipt.rank == 0 and self._deadline == math.inf:
-            self._deadline = now + wait_seconds(receipt.persist_seconds)
+            self._deadline = now + wait_seconds(receipt.persist_seconds) + self._board.capture_seconds
 
     # What rank 0 decides
 
@@ -179,8 +180,9 @@ class Chair:
         if end is not None and board.end is not None and end.number > board.end.number:
             # A rank was past the boundary: news takes longer than was thought.
             self._notice_seconds = min(2 * self._notice_seconds, _LONGEST_NOTICE_SECONDS)
-        if (silent, start, refusal, end) != (board.silent, board.start, board.refusal, board.end):
-            self._board = replace(board, silent=silent, start=start, refusal=refusal, end=end)
+        self._board = replace(
+            board, silent=silent, start=start, refusal=refusal, end=end, capture_seconds=self._capture_seconds()
+        )
         self._settle(now)
 
     def _lead(self) -> int:
@@ -189,9 +191,15 @@ class Chair:
             return 0
         return min(_MOST_LEAD, 1 + math.ceil(self._notice_seconds / iteration_seconds))
 
-    def _plan_interval(self) -> int:
+    def _capture_seconds(self) -> float:
+        spans = ((card.plan_interval or 0) * card.iteration_seconds for card in self.cards.values())
+        return max(spans, default=0.0) // _SPAN_SECONDS * _SPAN_SECONDS
+
+    def _plan_interval(self) -> int | None:
         intervals = [card.plan_interval for card in self.cards.values()]
-        return max(intervals) if len(intervals) == self.world_size and all(intervals) else 0
+        if 0 in intervals or len(intervals) < self.world_size:
+            return 0 if 0 in intervals else None
+        return None if None in intervals else max(filter(None, intervals))
 
     def _settle(self, now: float) -> None:
         """End the open attempt as soon as it cannot become a version."""

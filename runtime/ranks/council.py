@@ -230,7 +230,7 @@ class Council:
 
     def post_receipt(self, receipt: Receipt) -> None:
         """This rank's files of an attempt are on storage, or why they are not."""
-        self._patience_seconds = receipts.wait_seconds(receipt.persist_seconds)
+        self._patience_seconds = receipts.wait_seconds(receipt.persist_seconds) + self.view.capture_seconds
         self._tell(lambda member, chair, now: member.post(receipt))
 
     def collect(self, attempt: Attempt, coverage: receipts.Coverage) -> tuple[Receipt, ...]:

@@ -36,6 +36,7 @@ class View:
         end: the boundary at which all ranks are to end, as far as rank 0 has said.
         end_now: nobody tries to reach a boundary: a rank is dead, or the grace is over.
         silent: ranks that do not answer, by rank 0's word; rank 0 itself, if its board does not change.
+        capture_seconds: see :class:`.records.Board`.
     """
 
     schedule: Schedule = field(default_factory=Schedule)
@@ -45,6 +46,7 @@ class View:
     end: End | None = None
     end_now: bool = False
     silent: tuple[int, ...] = ()
+    capture_seconds: float = 0.0
 
     def stops_at(self, step: int) -> bool:
         """Whether training ends at this boundary, or waits here until that is agreed."""
@@ -103,7 +105,9 @@ class Member:
         overdue = self._end_deadline is not None and now >= self._end_deadline
         end_now = (self._end_deadline is not None and (hopeless or overdue)) or (end is not None and end.at is None)
         silent = tuple(sorted({*board.silent, 0})) if gone else board.silent
-        return View(board.schedule, board.start, board.refusal, board.attempts, end, end_now, silent)
+        return View(
+            board.schedule, board.start, board.refusal, board.attempts, end, end_now, silent, board.capture_seconds
+        )
 
     # What happens here
 

@@ -170,7 +170,7 @@ class Card:
         posted: the newest attempt whose receipt of this rank is at the meeting place; 0: none.
         persist_seconds: of this rank's last files.
         iteration_seconds: the time of one iteration, lately; 0: not known.
-        plan_interval: of the plan that runs here, in iterations; 0: there is none.
+        plan_interval: of the plan that runs here, in iterations; 0: there is none; None: not known yet.
         left: why this rank takes part no longer; "": it does.
     """
 
@@ -184,7 +184,7 @@ class Card:
     posted: Count = 0
     persist_seconds: Seconds = 0.0
     iteration_seconds: Seconds = 0.0
-    plan_interval: Count = 0
+    plan_interval: Count | None = None
     start: StartReport | None = None
     refusal: Refusal | None = None
     end_asked: EndAsked | None = None
@@ -199,6 +199,8 @@ class Board:
     Attributes:
         attempts: the last ones, the newest last.
         silent: ranks whose cards do not change any more, or that have left.
+        capture_seconds: by which a capture may be complete on one rank later than on others: as long as the longest
+            plan, if that is much.
     """
 
     __pydantic_config__ = STRICT
@@ -211,6 +213,7 @@ class Board:
     attempts: Many[Attempt] = ()
     end: End | None = None
     silent: Many[Rank] = ()
+    capture_seconds: Seconds = 0.0
     left: str = ""
 
 

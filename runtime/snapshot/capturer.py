@@ -15,12 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from checkflow.core.errors import CheckflowError, ConsistencyError
 from checkflow.core.graph import BOUNDARY, AnchorKey
 from checkflow.core.plan import Plan
-from checkflow.core.state import TrainingState
+from checkflow.core.state import StateTensor, TrainingState
 from checkflow.runtime.format.digest import Digest, Digests
 from checkflow.runtime.format.layout import Layout, make_layout
 from checkflow.runtime.job import compatibility
@@ -132,7 +130,7 @@ class Capturer:
         self._iteration = 0  # since the current capture's boundary
         self._next = 0  # index of the next work
         # Tensors that leave from live memory, and their version counters at the boundary.
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, StateTensor] = {}
         self._versions: dict[str, int] = {}
         self._boundary_bytes = 0
         self._leaving: deque[_Leaving] = deque()  # in the order in which they will end
@@ -402,7 +400,7 @@ class Capturer:
         chunk_map = make_chunk_map(
             self._plan, state, self._engine.source, at_boundary=self._at_boundary, share=self._share
         )
-        self._tensors = {item.name: item.tensor for item in chunk_map.items if item.name in chunk_map.planned}
+        self._tensors = {item.name: item for item in chunk_map.items if item.name in chunk_map.planned}
         self._buffers.grow(chunk_map.layout.buffer_bytes)
         self._prepared = {}
         self.settled.forget()

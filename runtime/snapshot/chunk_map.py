@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from checkflow.core.boxes import tensor_of
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.state import StateTensor, TrainingState
@@ -75,7 +74,7 @@ def make_chunk_map(
         else (0, 0, 0)
         for chunk in plan.chunks
     )
-    known = {tensor_of(spec.name) for spec in plan.fingerprint.state}
+    known = {plan.whole_name(spec.name) for spec in plan.fingerprint.state}
     return ChunkMap(
         state,
         items,

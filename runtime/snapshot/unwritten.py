@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 
-import torch
-
 from checkflow.core.errors import ConsistencyError
 from checkflow.core.graph import AnchorKind
 from checkflow.core.plan import Plan
+from checkflow.core.state import StateTensor
 from checkflow.runtime.format.digest import Digest, Digests
 from checkflow.runtime.state.collect import version_of
 
@@ -61,7 +60,7 @@ class SettledTensors:
         self._written.update(names)
         self._settled.difference_update(names)
 
-    def look(self, tensors: Mapping[str, torch.Tensor], digests: Digests | None) -> dict[str, Digest]:
+    def look(self, tensors: Mapping[str, StateTensor], digests: Digests | None) -> dict[str, Digest]:
         """At a boundary: learn what has settled from the live tensors and, if audited, from their digests.
 
         Returns:

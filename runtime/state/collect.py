@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from checkflow.core.errors import MismatchError
 from checkflow.core.state import (
+    StateTensor,
     TrainingState,
     collect_state,
     dense_parts,
@@ -30,7 +31,6 @@ from checkflow.runtime.state.variables import Variables
 
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
-_counter = operator.attrgetter("_version")
 # Mapped over all tensors at once: this runs at each boundary.
 _FORM: tuple[Callable[[torch.Tensor], Any], ...] = (
     torch.Tensor.data_ptr, operator.attrgetter("dtype"), operator.attrgetter("shape"), torch.Tensor.stride,
@@ -161,19 +161,26 @@ class _ScriptedTable:
         return self._held[key] if key in self._held else None  # noqa: SIM401 — it has no ``get``
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """A tensor's version counter; 0 for an inference tensor, which has none."""
+def version_of(item: StateTensor) -> int:
+    """A tensor's version counter; 0 for an inference tensor, which has none.
+
+    Of a DTensor, operators move the counter of the whole, and optimizers none.
+    """
+    return sum(map(_counted, (item.tensor,) if item.whole is None else (item.tensor, item.whole)))
+
+
+def _counted(tensor: torch.Tensor) -> int:
     try:
         return tensor._version
     except RuntimeError:
         return 0
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def versions_of(items: Iterable[StateTensor]) -> list[int]:
     """:func:`version_of` for many tensors, faster if all have a counter."""
-    listed = list(tensors)
+    listed = list(items)
     try:
-        return list(map(_counter, listed))
+        return [one.tensor._version + (0 if one.whole is None else one.whole._version) for one in listed]
     except RuntimeError:
         return list(map(version_of, listed))
 

@@ -57,9 +57,15 @@ class Trust:
             if name in READ or parse_step(final) is not None:
                 self.check(self._directory / name, found, files=name != ".lock")  # its content decides nothing
             if name == PLANS and stat.S_ISDIR(found.st_mode):
-                with fs.folder(PLANS, dir_fd=root) as plans:
-                    for plan, of_plan in fs.entries(plans):
-                        self.check(self._directory / PLANS / plan, of_plan)
+                self._check_plans(root, PLANS, self._directory / PLANS)
+
+    def _check_plans(self, root: int, name: str, path: Path) -> None:
+        """Check all plans in a folder, and in those of ranks."""
+        with fs.folder(name, dir_fd=root) as folder:
+            for plan, found in fs.entries(folder):
+                self.check(path / plan, found)
+                if stat.S_ISDIR(found.st_mode):
+                    self._check_plans(folder, plan, path / plan)
 
     def check(self, path: Path, found: os.stat_result, *, files: bool = True) -> None:
         """Check one entry; ForeignError if it is another user's, or, of ``files``, everyone's to write."""

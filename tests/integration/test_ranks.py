@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -46,8 +47,10 @@ def test_each_rank_copies_its_share_by_a_plan_of_its_own(tmp_path: Path, kind: s
     whole = run_job(folder(), ranks, tmp_path / "whole", kind, 6)
     first = run_job(folder(), ranks, tmp_path / "all", kind, 5, planned=1)
     then = run_job(folder(), ranks, tmp_path / "all", kind, 6)
-    ends = [[run.last(rank, "ended") for rank in range(ranks)] for run in (first, then)]
-    for of_run, source in zip(ends, ("recorded", "cache"), strict=True):
+    shutil.copytree(tmp_path / "all" / "plans", tmp_path / "anew" / "plans")
+    anew = run_job(folder(), ranks, tmp_path / "anew", kind, 2)
+    ends = [[run.last(rank, "ended") for rank in range(ranks)] for run in (first, then, anew)]
+    for of_run, source in zip(ends, ("recorded", "cache", "cache"), strict=True):
         assert {end["plan"]["source"] for end in of_run} == {source}
         assert all((end["failed"], end["audits"]) == (0, end["committed"]) for end in of_run)
         assert min(end["moved"]["direct_bytes"] + end["moved"]["snapshot_bytes"] for end in of_run) > 0
@@ -155,6 +158,25 @@ def test_evaluation_leaves_whole_parameters_that_are_saved_in_parts(tmp_path: Pa
     with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
         own = {name for name in checkpoint.manifest.tensors if name.startswith("rank-own/1/")}
         assert own == {f"rank-own/1/model/2.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_weights_put_back_after_the_last_step_are_not_saved_as_its_state(tmp_path: Path, kind: str) -> None:
+    """They are written into DTensors, whose parts have no version counters that move."""
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", kind, 1, loop="marked", every=1000, surgery=1)
+    assert "is not saved: the state was changed after it" in job.printed()
+    assert job.last(0, "ended")["durable"] is None
+
+
+@pytest.mark.slow
+def test_intervals_of_plans_are_agreed(tmp_path: Path) -> None:
+    """Rank 0 hears of all plans, and every boundary that it then asks for is saved by all."""
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", "ddp", 40, loop="steps", every="auto", planned=1, pause=0.01)
+    ends = [job.last(rank, "ended") for rank in range(2)]
+    assert {end["plan"]["source"] for end in ends} == {"recorded"}
+    assert ends[0]["committed"] == ends[0]["audits"] > 1
+    assert "did not begin to save" not in job.printed()
 
 
 @pytest.mark.slow

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkflow.core.boxes import SMALL_BYTES
+from checkflow.core.boxes import SMALL_BYTES, Held, part_name, shares, tensor_of, whole
 from checkflow.core.graph import StateEntry, TrainingGraph
 from checkflow.core.timeline import StateGroup, Step, Timeline
-from checkflow.planner.timeline.shares import global_bytes, last_share, replicas_of
+from checkflow.planner.timeline.shares import global_bytes, last_share, replicas_of, take_parts
 
 
 def entry(name: str, shape: tuple[int, ...], replicas: int, **more: Any) -> StateEntry:
@@ -21,12 +22,16 @@ def entry(name: str, shape: tuple[int, ...], replicas: int, **more: Any) -> Stat
 
 
 def shared(*groups: list[StateEntry]) -> tuple[TrainingGraph, Timeline]:
+    return last_share(*whole_timeline(*groups))
+
+
+def whole_timeline(*groups: list[StateEntry]) -> tuple[TrainingGraph, Timeline]:
     state = tuple(one for group in groups for one in group)
     graph = TrainingGraph("n", (), 1, (), "", (), (), state, ())
     members = [tuple((one.name, one.size_bytes) for one in group if one.placement == "device") for group in groups]
     steps = tuple(Step("segment", f"s{index}", 0.0, 0) for index in range(len(groups) + 1))
     timeline = Timeline("segment", steps, tuple(StateGroup(i + 1, members[i]) for i in range(len(groups))))
-    return last_share(graph, timeline)
+    return graph, timeline
 
 
 shapes = st.one_of(
@@ -53,6 +58,25 @@ def test_the_last_share_is_its_part_and_at_most_a_row_or_a_small_tensor_more(
         part_of = mine[one.name]
         assert part_of.size_bytes == 4 * math.prod(part_of.shape)
         assert part_of == one or one.size_bytes >= SMALL_BYTES
+
+
+@given(st.lists(st.lists(shapes, min_size=1, max_size=3), min_size=1, max_size=3), st.integers(1, 5))
+def test_parts_of_all_ranks_are_the_state_once(groups: list[list[tuple[int, ...]]], ranks: int) -> None:
+    """Each part is due as its tensor is, and lies in one place of the graph."""
+    entries = [[entry(f"m/{i}.{j}", shape, ranks) for j, shape in enumerate(group)] for i, group in enumerate(groups)]
+    graph, timeline = whole_timeline(*entries)
+    held = [Held(one.name, whole(one.shape), 4, tuple(range(ranks))) for one in graph.state]
+    due: Counter[tuple[str, int | None]] = Counter()
+    for rank in range(ranks):
+        boxes = shares(held, rank)
+        parts = {name: [(part_name(name, box), box.lengths) for box in found] for name, found in boxes.items()}
+        of_rank, its_timeline = take_parts(graph, timeline, parts)
+        sizes = {one.name: one.size_bytes for one in of_rank.state}
+        assert sizes == {name: size for group in its_timeline.groups for name, size in group.members}
+        for group in its_timeline.groups:
+            for name, size in group.members:
+                due[tensor_of(name), group.first_write] += size
+    assert due == {(name, group.first_write): size for group in timeline.groups for name, size in group.members}
 
 
 def test_the_rank_s_own_state_and_state_on_the_host_stay_whole() -> None:

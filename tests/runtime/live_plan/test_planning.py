@@ -35,7 +35,9 @@ from checkflow.runtime.live_plan.cache import PlanCache
 from checkflow.runtime.live_plan.planning import Planning
 from checkflow.runtime.loop import pacing, training_loop
 from checkflow.runtime.loop.phase_clock import PhaseClock
+from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.state.collect import StateWalk
+from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store
 from tests.runtime.loop.test_phase_clock import Hand
@@ -594,6 +596,18 @@ def test_without_auto_a_job_keeps_its_plan_and_is_told_once(
     assert Beside.recordings == 1
     assert caplog.text.count('plan="auto" makes a new one') == 1
     assert checkpointer.report()["breaches"] == 0
+
+
+def test_a_rank_follows_more_state_without_auto(tmp_path: Path) -> None:
+    """What it copies moves with it, so that nearly nothing is where the plan has it."""
+    job = changing(unfreeze)
+    with open_job(job, tmp_path, every=1) as checkpointer:
+        planning = checkpointer._loop.place.planning
+        assert planning is not None
+        planning._share = RankShare(RankView(0, 1), job.models, job.optimizers)
+        truths = train(job, checkpointer, 30, lambda n: unfreeze(job) if n == 10 else None)
+    assert check(tmp_path, truths) == list(range(1, 31))
+    assert (checkpointer.report()["plan"]["source"], Beside.recordings) == ("recorded", 2)
 
 
 @pytest.mark.slow

@@ -27,7 +27,10 @@ from checkflow.runtime.interval.algorithm import Costs
 from checkflow.runtime.interval.controller import GAP, Controller
 from checkflow.runtime.interval.profile import NAME, Identity, ProfileCache
 from checkflow.runtime.loop import pacing
+from checkflow.runtime.loop.agreement import Agreement
 from checkflow.runtime.persist.writer import Persisted, Writer
+from checkflow.runtime.ranks.chair import Overview
+from checkflow.runtime.ranks.member import View
 from checkflow.runtime.store.discovery import find
 from tests.runtime.test_checkpointer import make, make_plan
 from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan
@@ -420,6 +423,24 @@ def test_a_slow_disk_and_one_that_recovers(tmp_path: Path, world: World) -> None
         train(job, checkpointer, world, 420)
     assert frequency(checkpointer)["disk_interval"] == 8
     assert [change["disk"] for change in frequency(checkpointer)["changes"]] == [8, 20, 8]
+
+
+def test_of_several_ranks_storage_takes_all_that_was_agreed(tmp_path: Path, world: World) -> None:
+    """No control that has begun meanwhile holds it back; and the longest of all ranks' plans counts."""
+    agreed: set[int] = set()
+    plans_told: list[int] = []
+    council: Any = types.SimpleNamespace(
+        rank=0, world_size=2, view=View(), overview=Overview(lead=2, plan_interval=3), note_plan=plans_told.append,
+        schedule=lambda schedule: agreed.update(schedule.steps),
+    )  # fmt: skip
+    job = Job()
+    with open_job(job, tmp_path) as checkpointer:
+        checkpointer._loop.pace._agreement = Agreement(council, by_number=False, grace_seconds=1.0)
+        train(job, checkpointer, world, 300)
+    assert len(agreed) > 20
+    assert {step for step in agreed if step <= 300} <= set(steps(tmp_path))
+    assert {step % 3 for step in agreed} == {0}
+    assert plans_told == [1]
 
 
 def test_what_training_waited_is_part_of_the_cost(tmp_path: Path, world: World) -> None:

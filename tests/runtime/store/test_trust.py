@@ -122,10 +122,10 @@ def test_all_that_a_start_reads_must_be_its_own(directory: Path, name: str) -> N
         new_store(directory)
 
 
-@pytest.mark.parametrize("name", ["plans/0.json", f".replaced-{step_name(5)}"])
+@pytest.mark.parametrize("name", ["plans/0.json", "plans/00000-of-00002/0.json", f".replaced-{step_name(5)}"])
 def test_what_would_be_read_later_must_be_its_own(directory: Path, name: str) -> None:
     path = directory / name
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir()
     os.chown(path, NOBODY, NOBODY)
     with pytest.raises(ForeignError, match="belongs to"):

@@ -1,8 +1,9 @@
 """A job of several ranks under torchrun: DDP, FSDP2, HSDP or tensor parallel. Its digest at the end is of all state.
 
 ``ranks_job.py DIRECTORY KIND EPOCHS [OPTION=VALUE ...]`` appends JSON lines to ``log-<rank>`` in the working directory.
-Options: loop=steps (without a loader), evaluate=1 (after each step), every ("auto" for none), rank1_every (one rank's),
-pause (seconds an iteration), grace_seconds, planned=1 (wait for this rank's plan after iteration 8).
+Options: loop=steps (without a loader; loop=marked: by step()), evaluate=1 (after each step), every ("auto" for none),
+rank1_every (one rank's), pause (seconds an iteration), grace_seconds, surgery=1 (load other weights after the last
+step), planned=1 (wait for this rank's plan after iteration 8).
 """
 
 from __future__ import annotations
@@ -88,11 +89,13 @@ def digest_of(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def batches(checkpointer: checkflow.Checkpointer, loader: Any, epochs: int) -> Iterator[Any]:
+def batches(checkpointer: checkflow.Checkpointer, loader: Any, epochs: int, *, marked: bool) -> Iterator[Any]:
     """With a loader by epochs, otherwise by steps."""
     if loader is None:
-        for step in checkpointer.steps(6 * epochs):
+        for step in range(6 * epochs) if marked else checkpointer.steps(6 * epochs):
             yield tuple(torch.stack(one) for one in zip(*(Data()[(step + i) % 48] for i in range(4)), strict=True))
+            if marked:
+                checkpointer.step()
         return
     for _ in checkpointer.epochs(epochs):
         yield from checkpointer.loader
@@ -116,7 +119,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     share = {"rank": 0, "world_size": 1} if kind == "tp" else {}
     loader = None
-    if options.get("loop") != "steps":
+    if "loop" not in options:
         loader = checkflow.DataLoader(Data(), batch_size=4, shuffle=True, seed=5, **share)
     every: Any = options.get(f"rank{rank}_every") or options.get("every", "1")
     logging.getLogger("checkflow").setLevel(logging.INFO)
@@ -133,7 +136,7 @@ def main() -> None:
     tell("begins", step=checkpointer.resumed_from)
     try:
         with checkpointer:
-            for batch, target in batches(checkpointer, loader, int(epochs)):
+            for batch, target in batches(checkpointer, loader, int(epochs), marked=options.get("loop") == "marked"):
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(batch), target)
                 loss.backward()
@@ -148,6 +151,8 @@ def main() -> None:
                 if "planned" in options and checkpointer.iteration == 8:
                     plans = Path(directory) / "plans" / f"{rank:05d}-of-{dist.get_world_size():05d}"
                     wait_for(lambda: list(plans.glob("*.json")))  # noqa: B023
+            if "surgery" in options:
+                model.load_state_dict({name: 2 * value for name, value in model.named_parameters()}, strict=False)
     except BaseException as error:
         report = checkpointer.report()
         tell("raised", kind=type(error).__name__, message=str(error), step=checkpointer.iteration,
