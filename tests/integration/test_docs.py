@@ -14,7 +14,7 @@ ELSEWHERE = {"integrations.md", "weights.md"}  # have tests of their own
 PAGES = [*DOCS.glob("tutorial/*.md"), *(page for page in DOCS.glob("how-to/*.md") if page.name not in ELSEWHERE)]
 
 
-@pytest.mark.parametrize("page", sorted(PAGES), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", sorted(PAGES, key=lambda page: page.stat().st_size), ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     assert jobs.in_a_process(run_page, page, tmp_path) == 0
 
