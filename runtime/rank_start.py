@@ -78,7 +78,7 @@ class RankStart:
             if isinstance(asked, int):
                 self.store.rewind(asked)
             self.store.went_on_from(self.step)
-        elif resumed.of_this_rank is None:
+        elif resumed.of_this_rank is None and not resumed.imported:
             logger.info(
                 "rank %d is new since step %d: its random numbers follow from those of rank 0",
                 self.view.rank,

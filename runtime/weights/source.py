@@ -73,9 +73,9 @@ def open_weights(
         elif chosen == "checkflow":
             weights = _open_checkpoint(path, key, closing)
         else:
-            from checkflow.runtime.weights import torch_files
+            from checkflow.runtime.weights import dcp_files, torch_files
 
-            opener = torch_files.open_dcp if chosen == "dcp" else torch_files.open_torch
+            opener = dcp_files.open_dcp if chosen == "dcp" else torch_files.open_torch
             weights = opener(path, key)
         if not weights.tensors:
             raise MismatchError(f"{path} holds no tensor")
