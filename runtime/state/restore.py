@@ -24,7 +24,7 @@ from checkflow.core.state import TrainingState, collect_state, dtype_name, optim
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import Manifest, TensorEntry, names_of_rank
-from checkflow.runtime.state import half_restored, imported
+from checkflow.runtime.state import half_restored, imported, stages
 from checkflow.runtime.state.collect import (
     Stateful,
     derived_generators,
@@ -225,6 +225,12 @@ def restore(
     with no_collection():
         state, live, boxes = _look(models, optimizers, view)
     named = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
+    pipelined = view is not None and view.pipelined
+    if pipelined or stages.of_stages(checkpoint):
+        joined = stages.job_of_all(checkpoint, extra["job"], view.rank if view else 0)
+        extra = {**extra, "job": stages.narrowed(joined, models, optimizers, pipelined=pipelined)}
+    if view is None:
+        stages.refuse_shared_names(checkpoint.manifest, models, 1)
     sources = {**named, **dict(checkpoint.ties)}
     compare = functools.partial(_refuse_mismatch, checkpoint, named, sources, models, optimizers)
     if from_import:
@@ -318,9 +324,14 @@ def restore_rank(
         return box if box.shape == entry.shape else whole(entry.shape)  # a number, or a mismatch that is found later
 
     def narrow(described: Manifest) -> Manifest:
+        stages.refuse_shared_names(described, models, view.world_size)
+        named = names_of_rank(described.tensors, view.rank)
+        elsewhere, _ = stages.held_elsewhere(named, placed, models, optimizers) if view.pipelined else (set(), ())
         wanted: dict[str, Box] = {}
         further = [(name, of) for name, of in described.ties if name in placed]
-        for name, source in (*names_of_rank(described.tensors, view.rank).items(), *further):
+        for name, source in (*named.items(), *further):
+            if name in elsewhere:
+                continue
             box = box_of(name, described.tensors[source])
             if wanted.setdefault(source, box) != box:  # two tensors of the job that are one in the version
                 wanted[source] = whole(box.shape)

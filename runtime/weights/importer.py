@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkflow.core.errors import MismatchError, StorageError, UnsupportedError
+from checkflow.core.errors import MismatchError, StorageError
 from checkflow.core.state import DEFAULT_MODEL, DEFAULT_OPTIMIZER
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import OWNER, STORED_TYPES, FileLayout, TensorRecord, make_layout
@@ -65,8 +65,8 @@ def import_weights(
         CorruptCheckpointError: the source is damaged; nothing was written.
         LockedError: a job writes to the directory.
         StorageError: it cannot be written, or has a checkpoint of that step.
-        MismatchError: these cannot be names of a model and an optimizer.
-        UnsupportedError: a name, a module's extra state, or state of the optimizer cannot be stored.
+        MismatchError: these cannot be names of a model and an optimizer; or state of the optimizer has no names.
+        UnsupportedError: a name or a module's extra state cannot be stored.
     """
     for name in (model, optimizer):
         if not OWNER.fullmatch(name):
@@ -128,7 +128,7 @@ def _sources(weights: Weights, model: str, optimizer: str) -> Iterator[tuple[str
         return
     for (of, key), described in saved.tensors.items():
         if "." in key:
-            raise UnsupportedError(
+            raise MismatchError(
                 f"{weights.where}: {saved.place} has state of {of} in a dictionary of its own ({key}), which only its "
                 "optimizer can restore: import with --weights-only"
             )
