@@ -96,8 +96,9 @@ class Checkpointer:
         monitor, mode: see ``keep_best``. With ``monitor`` alone, ``checkflow ls`` shows the best, but nothing more is
             kept.
         resume: "auto" resumes from the newest valid checkpoint if there is one, "must" demands one, "never" demands an
-            empty directory; a number goes back to that step's checkpoint and sets later ones aside. From imported
-            weights (``checkflow import``) the models are restored and everything else starts anew, with a warning.
+            empty directory; a number goes back to that step's checkpoint and sets later ones aside. From what
+            ``checkflow import`` made, the models are restored, and optimizers of which it has state; everything else
+            starts anew, with a warning.
         hyperparameters: whose values continue if the script's differ from those that the checkpoint was made with: the
             "checkpoint"'s, or the "script"'s, of which only changed ones are set. The log has a line for each
             difference. Compared are numbers, flags and texts in the optimizers' groups and in torch's schedulers under

@@ -14,13 +14,16 @@ import torch
 import xxhash
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, StorageError
+from checkflow.core.state import held_tensors
 from checkflow.runtime.arguments import Arguments
+from checkflow.runtime.format.manifest import names_of_rank
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import StartReport, name_ranks
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.state.restore import Resumed, restore_rank
+from checkflow.runtime.state.stages import held_elsewhere
 from checkflow.runtime.store.discovery import open_verified, refuse
 from checkflow.runtime.store.files import glance, step_name
 from checkflow.runtime.store.shared import SharedStore
@@ -39,10 +42,11 @@ class RankStart:
     store: Store | SharedStore
     step: int | None
     report: StartReport
+    pipelined: bool = False
 
     @property
     def view(self) -> RankView:
-        return RankView(self.council.rank, self.council.world_size)
+        return RankView(self.council.rank, self.council.world_size, pipelined=self.pipelined)
 
     def restore(self, job: Job, asked: str | int, place: Callable[[Mapping[str, Any]], None]) -> Resumed | None:
         """Restore this rank's part of the step, and its random numbers.
@@ -78,7 +82,7 @@ class RankStart:
             if isinstance(asked, int):
                 self.store.rewind(asked)
             self.store.went_on_from(self.step)
-        elif resumed.of_this_rank is None:
+        elif resumed.of_this_rank is None and not resumed.imported:
             logger.info(
                 "rank %d is new since step %d: its random numbers follow from those of rank 0",
                 self.view.rank,
@@ -88,12 +92,23 @@ class RankStart:
 
     def agree(self, job: Job) -> None:
         """All ranks have restored, and hold the same where they must. Raises what another rank refused with."""
-        report = dataclasses.replace(self.report, restored=True, replicas=replica_digests(job, self.view))
+        report = dataclasses.replace(
+            self.report, restored=True, replicas=replica_digests(job, self.view), lacks=self._lacks(job)
+        )
         try:
             self.council.agree_restored(report, RESTORE_SECONDS)
         except CorruptCheckpointError:  # where another rank has read
             self._set_aside()
             raise
+
+    def _lacks(self, job: Job) -> tuple[str, ...]:
+        """What another stage must hold of the restored step."""
+        if self.step is None or not self.pipelined:
+            return ()
+        described = glance(self.store.directory / step_name(self.step), trust=self.store.trust)
+        named = names_of_rank(described.tensors, self.view.rank)
+        held = {item.name for item in held_tensors(job.models, job.optimizers)}
+        return held_elsewhere(named, held, job.models, job.optimizers)[1]
 
     def _set_aside(self) -> None:
         """Rank 0: if the version is damaged, the next start takes an older one."""
@@ -118,18 +133,18 @@ def open_store(arguments: Arguments) -> Store:
 
 def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
     """Come to the start with all ranks. Rank 0 opens the directory, and finds the newest step."""
-    report = StartReport(_digest_of(arguments, job, council.world_size))
+    report = StartReport(_digest_of(arguments, job, council.world_size), names=_names_of(job))
     if council.rank:
         start = council.agree_start(report)
         store = SharedStore(arguments.directory, run_id=start.run_id, rules=arguments.rules, trust=arguments.trust)
-        return RankStart(council, store, start.step, report)
+        return RankStart(council, store, start.step, report, start.pipelined)
     opened = open_store(arguments)
     try:
         start = council.agree_start(report, lambda reports: _choose(opened, arguments.resume), opened.run_id)
     except BaseException:
         opened.close()
         raise
-    return RankStart(council, opened, start.step, report)
+    return RankStart(council, opened, start.step, report, start.pipelined)
 
 
 def _choose(store: Store, mode: str | int) -> int | None:
@@ -165,6 +180,12 @@ def _digest_of(arguments: Arguments, job: Job, world_size: int) -> str:
     optimizers = {name: type(optimizer).__name__ for name, optimizer in job.optimizers.items()}
     alike = (world_size, sorted(said.items()), sorted(job.models), sorted(optimizers.items()), sorted(job.objects))
     return hashlib.sha256(repr(alike).encode()).hexdigest()[:32]
+
+
+def _names_of(job: Job) -> str:
+    """Of the models' tensors, which pipeline stages do not have in common."""
+    names = sorted(item.name for item in held_tensors(job.models, {}))
+    return xxhash.xxh3_128_hexdigest("\0".join(names).encode())
 
 
 def replica_digests(job: Job, view: RankView) -> dict[str, str]:

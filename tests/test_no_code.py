@@ -22,7 +22,8 @@ PICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "s
 IN_MEMORY = {
     "runtime/data/adapters/freeze.py": {"Pickler", "HIGHEST_PROTOCOL", "loads"},
     "runtime/data/adapters/stateful.py": {"PicklingError"},  # what the other one raises
-    "runtime/weights/torch_files.py": {"Unpickler", "UnpicklingError"},
+    "runtime/weights/dcp_files.py": {"Unpickler", "UnpicklingError"},
+    "runtime/weights/torch_files.py": {"UnpicklingError"},
     "checkflow/core/compiled_regions.py": {"dispatch_table"},  # what users pickle of a watched model; nothing is read
 }
 IN_MEMORY_USERS = {

@@ -159,6 +159,10 @@ def import_(
     step: Annotated[int, typer.Option("--step", metavar="N", min=0, max=10**18, help="the checkpoint's step")] = 0,
     form: Annotated[ExportFormat | None, typer.Option("--format", help="default: as the name says")] = None,
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="the job's name for the model")] = "model",
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", metavar="NAME", help="the job's name for the optimizer")
+    ] = "optimizer",
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="leave the optimizer's state out")] = False,
     key: Annotated[
         str | None, typer.Option("--key", metavar="NAME", help="which part of a source with several models")
     ] = None,
@@ -167,21 +171,22 @@ def import_(
 ) -> None:
     """Make a checkpoint of weights from elsewhere, for a job to start from.
 
-    A job with resume="auto" takes the weights from it; its optimizer, schedulers, place in the data and random numbers
-    start anew. No existing checkpoint is replaced.
+    A job with resume="auto" takes from it the weights and, if SOURCE is a DCP folder with them, its optimizer's
+    moments. Schedulers, place in the data and random numbers start anew. No existing checkpoint is replaced.
     """
     from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.runtime.weights import importer
     from checkflow.runtime.weights.source import open_weights
-    from checkflow.runtime.weights.weights import clean
+    from checkflow.runtime.weights.weights import clean, without_optimizer
 
     with (
         working(f"importing {source}") as say,
         open_weights(source, None if form is None else form.value, key=key) as weights,
     ):
         done = importer.import_weights(
-            clean(weights, strip=not keep_names), directory, step=step, model=model, progress=say
-        )
+            clean(without_optimizer(weights) if weights_only else weights, strip=not keep_names),
+            directory, step=step, model=model, optimizer=optimizer, progress=say,
+        )  # fmt: skip
     if as_json:
         print_json(checkpoints_table.imported_json(done))
     else:

@@ -25,6 +25,7 @@ from checkflow.runtime.format.layout import STORED_TYPES, Layout
 VERSION = 1
 BLOCK_BYTES = 8388608  # 8 MiB
 MANIFEST, EXTRA = "manifest.json", "state.msgpack"
+STAGES = "stages"  # in ``info``: pipeline stages saved it, so ranks have other tensors and other extra state
 OWN = "rank-own"  # owner, in the manifest, of what ranks hold under one name with values of their own
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_EXTRA_BYTES = 1 << 32

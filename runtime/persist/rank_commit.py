@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from checkflow.core.errors import CheckflowError, StorageError, first_fault
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import file_image
-from checkflow.runtime.format.manifest import BLOCK_BYTES
+from checkflow.runtime.format.manifest import BLOCK_BYTES, STAGES
 from checkflow.runtime.ranks import receipts
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.meeting import wait_until
@@ -66,11 +66,12 @@ class RankCommit:
 
     def _lead(self, store: Store, capture: Capture, extra: bytes, info: Mapping[str, Any]) -> Path:
         attempt = self._council.open_attempt(capture.step)
+        of_stages = {STAGES: True} if self._council.view.start.pipelined else {}
 
         def gather(root: int, folder: int) -> Gathered:
             self._council.post_receipt(self._write(folder, attempt, capture, extra))
             found = self._council.collect(attempt, _joined_later)
-            return Gathered([_loads(receipt) for receipt in found], extra)
+            return Gathered([_loads(receipt) for receipt in found], extra, of_stages)
 
         try:
             path = commit_ranks(

@@ -100,7 +100,8 @@ class Chair:
     def resume(self, step: int | None, run_id: str) -> None:
         """All ranks have come: they restore this step, or begin anew."""
         if self._board.start.stage == "reports":
-            self._board = replace(self._board, start=Start("restore", step, run_id))
+            names = {card.start.names for card in self.cards.values() if card.start is not None}
+            self._board = replace(self._board, start=Start("restore", step, run_id, len(names) > 1))
 
     def open(self, step: int, now: float) -> int:
         """Open an attempt to write a version; returns its number. An open one before it has failed."""

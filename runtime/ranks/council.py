@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from checkflow.core.errors import CheckflowError, MissingShardsError, StorageError
@@ -109,6 +110,8 @@ class Council:
         """This rank has restored; returns when all have, and their replicas agree. Raises as :meth:`agree_start`."""
         self._tell(lambda member, chair, now: member.report(report))
         self._await_start(lambda: self.view.start.stage == "train" or None, wait_seconds)
+        if report.lacks:  # may be long, and stands on this rank's card
+            self._tell(lambda member, chair, now: member.report(replace(report, lacks=())))
 
     def refuse(self, error: BaseException) -> None:
         """This rank cannot start: all others raise the same. Returns when that is at the meeting place, if it can."""

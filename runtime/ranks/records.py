@@ -77,6 +77,8 @@ class StartReport:
         steps: that this rank could restore, by itself, from host memory.
         restored: whether the agreed step is restored here.
         replicas: digests of replicated state after the restore, by name of the group that must agree.
+        names: digest of the names of the models' tensors: pipeline stages have others.
+        lacks: names of the restored step that this rank does not hold, where ranks are stages.
     """
 
     __pydantic_config__ = STRICT
@@ -84,6 +86,8 @@ class StartReport:
     steps: Many[Step] = ()
     restored: bool = False
     replicas: Named[str, str] = field(default_factory=dict)
+    names: str = ""
+    lacks: Many[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,14 @@ class Start:
     Attributes:
         stage: reports are awaited, all restore ``step`` (None: begin anew), training.
         run_id: of this run, from "restore" on.
+        pipelined: whether ranks are pipeline stages, which hold other tensors; from "restore" on.
     """
 
     __pydantic_config__ = STRICT
     stage: Literal["reports", "restore", "train"] = "reports"
     step: Step | None = None
     run_id: str = ""
+    pipelined: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,9 @@ def go_on(
 
 
 def _disagreement(reports: Mapping[int, StartReport]) -> Refusal | None:
-    """Replicas that differ though they must not."""
+    """Replicas that differ though they must not, or what no stage holds."""
+    if nowhere := set.intersection(*(set(report.lacks) for report in reports.values())):
+        return Refusal("MismatchError", f"the checkpoint's {min(nowhere)} is in the job of no rank", tuple(reports))
     first: dict[str, tuple[int, str]] = {}
     for rank, report in sorted(reports.items()):
         for name, digest in sorted(report.replicas.items()):

@@ -272,25 +272,25 @@ def refuse_extra_mismatch(
     for name, optimizer in optimizers.items():
         names = {id(parameter): path for path, parameter in optimizer_parameters(models, optimizer)}
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        _refuse_other_class(name, optimizer, extra["optimizers"][name])
+        refuse_other_class(name, optimizer, extra["optimizers"][name])
         _refuse_other_groups(name, groups, [group["params"] for group in extra["optimizers"][name]["groups"]])
 
 
 # Keys of groups that do not identify the optimizer's class: how it computes, and what schedulers add.
-_ANY_CLASS_S = {"foreach", "fused", "capturable", "differentiable", "maximize", "params", "param_names", "initial_lr"}
+ANY_CLASS_S = {"foreach", "fused", "capturable", "differentiable", "maximize", "params", "param_names", "initial_lr"}
 _SCHEDULERS_OWN = {"max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 
 
-def _refuse_other_class(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def refuse_other_class(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Refuse state of another optimizer class. Checkpoints that name no class are refused if both sides have options
     that the other lacks: another release of torch only adds, or only removes, options.
     """
     have, want = type(optimizer).__name__, saved.get("class")
     if want is None:
-        options = {option for group in saved["groups"] for option in group} - _ANY_CLASS_S - _SCHEDULERS_OWN
+        options = {option for group in saved["groups"] for option in group} - ANY_CLASS_S - _SCHEDULERS_OWN
         known = {option for group in optimizer.param_groups for option in group}
         odd = sorted(options - known)
-        if odd and set(optimizer.defaults) - options - _ANY_CLASS_S:
+        if odd and set(optimizer.defaults) - options - ANY_CLASS_S:
             want = f"one with the options {', '.join(odd)}"
     if want not in (None, have):
         raise MismatchError(f"optimizer {name!r} is {want} in the checkpoint, {have} in the job")

@@ -51,11 +51,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """One of several ranks, and what is replicated though no wrapper says so; see :func:`placements`."""
+    """One of several ranks, and what is replicated though no wrapper says so; see :func:`placements`.
+
+    ``pipelined``: ranks are pipeline stages, so others hold other tensors.
+    """
 
     rank: int
     world_size: int
     replicated: tuple[str, ...] = ()
+    pipelined: bool = False
 
     def placements(
         self, state: TrainingState, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]

@@ -24,14 +24,13 @@ from checkflow.core.state import TrainingState, collect_state, dtype_name, optim
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import Manifest, TensorEntry, names_of_rank
-from checkflow.runtime.state import half_restored
+from checkflow.runtime.state import half_restored, imported, stages
 from checkflow.runtime.state.collect import (
     Stateful,
     derived_generators,
     drop_state,
     make_lazy_state,
     make_state_by_stepping,
-    modules_with_extra_state,
     refuse_extra_mismatch,
     restore_extra,
     share_lazy_state,
@@ -213,23 +212,38 @@ def restore(
         CorruptCheckpointError, StorageError: a checksum is wrong, or a file cannot be read; if ``begin`` was called,
             the job's state is undefined.
     """
-    with no_collection():
-        state, live, boxes = _look(models, optimizers, view)
-    named = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
-    sources = {**named, **dict(checkpoint.ties)}
     extra = codec.decode(checkpoint.extra_bytes)
+    from_import = "imported" in extra
     own = checkpoint.rank_extra_bytes(view.rank) if view else None
-    if view is not None and own is not None:
+    if from_import:
+        given = optimizers, objects
+        optimizers = {name: one for name, one in optimizers.items() if name in extra["job"]["optimizers"]}
+    elif view is not None and own is not None:
         extra = {**extra, **codec.decode(own)}
     elif view is not None and view.rank and "generators" in extra:
         extra = {**extra, "generators": derived_generators(extra["generators"], view.rank)}
-    if "imported" in extra:
-        if view is not None:
-            raise MismatchError(f"{checkpoint.path} holds imported weights, which one process restores")
-        return _restore_weights(checkpoint, extra, state.ties, live, sources, models, optimizers, objects, place, begin)
+    with no_collection():
+        state, live, boxes = _look(models, optimizers, view)
+    named = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
+    pipelined = view is not None and view.pipelined
+    if pipelined or stages.of_stages(checkpoint):
+        joined = stages.job_of_all(checkpoint, extra["job"], view.rank if view else 0)
+        extra = {**extra, "job": stages.narrowed(joined, models, optimizers, pipelined=pipelined)}
+    if view is None:
+        stages.refuse_shared_names(checkpoint.manifest, models, 1)
+    sources = {**named, **dict(checkpoint.ties)}
     compare = functools.partial(_refuse_mismatch, checkpoint, named, sources, models, optimizers)
-    compare(live, boxes, state.ties)
-    refuse_extra_mismatch(extra["job"], models, optimizers, objects)
+    if from_import:
+        imported.accept_any_tie(sources, state.ties)
+        try:
+            imported.refuse_mismatch(extra["job"], named, models, optimizers)
+            compare(live, boxes, state.ties)
+        except MismatchError as error:
+            where = str(checkpoint.path)
+            raise MismatchError(f"{where}: {str(error).removeprefix(f'{where}: ')}; {imported.HINT}") from None
+    else:
+        compare(live, boxes, state.ties)
+        refuse_extra_mismatch(extra["job"], models, optimizers, objects)
     place(extra)
     begin()
     if makers := _makers(named, live, models, optimizers):
@@ -262,7 +276,12 @@ def restore(
         fill_all(checkpoint, [(sources[name], tensor, boxes.get(name)) for name, tensor in live.items()])
     if view is None:
         checkpoint.verify_rest()
-    restore_extra(extra["job"], models, optimizers, objects)
+    if not from_import:
+        restore_extra(extra["job"], models, optimizers, objects)
+    else:
+        imported.restore_extra(extra["job"], models, optimizers)
+        if view is None or not view.rank:
+            imported.log(checkpoint.path, extra["job"], models, *given)
     return Resumed(checkpoint.step, extra, own)
 
 
@@ -300,16 +319,19 @@ def restore_rank(
             of = name
             while of not in parameters and "." in of:
                 of = of.rpartition(".")[0]
-            if of not in parameters:
-                raise MismatchError(f"{path}: the checkpoint's {name} is not in the job")
-            # Of state that the optimizer has yet to make.
-            box = of_parameter.get(id(parameters[of])) or whole(entry.shape)
+            # Of state that the optimizer has yet to make; what is not in the job is refused later.
+            box = (of_parameter.get(id(parameters[of])) if of in parameters else None) or whole(entry.shape)
         return box if box.shape == entry.shape else whole(entry.shape)  # a number, or a mismatch that is found later
 
     def narrow(described: Manifest) -> Manifest:
+        stages.refuse_shared_names(described, models, view.world_size)
+        named = names_of_rank(described.tensors, view.rank)
+        elsewhere, _ = stages.held_elsewhere(named, placed, models, optimizers) if view.pipelined else (set(), ())
         wanted: dict[str, Box] = {}
         further = [(name, of) for name, of in described.ties if name in placed]
-        for name, source in (*names_of_rank(described.tensors, view.rank).items(), *further):
+        for name, source in (*named.items(), *further):
+            if name in elsewhere:
+                continue
             box = box_of(name, described.tensors[source])
             if wanted.setdefault(source, box) != box:  # two tensors of the job that are one in the version
                 wanted[source] = whole(box.shape)
@@ -327,48 +349,6 @@ def _look(
     live = {item.name: item.tensor for item in state.tensors}
     placed = view.placements(state, models, optimizers) if view else {}
     return state, live, {name: one.box for name, one in placed.items()}
-
-
-def _restore_weights(
-    checkpoint: Checkpoint,
-    extra: Mapping[str, Any],
-    ties: Collection[tuple[str, str]],
-    live: Mapping[str, torch.Tensor],
-    sources: dict[str, str],
-    models: Mapping[str, nn.Module],
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    objects: Mapping[str, Stateful],
-    place: Callable[[_Extra], None],
-    begin: Callable[[], None],
-) -> Resumed:
-    """Restore imported weights and nothing else: all of the models' tensors, under any of their names."""
-    for further, name in ties:
-        if name not in sources and further in sources:
-            sources[name] = sources[further]
-    live = {name: tensor for name, tensor in live.items() if name.partition("/")[0] in models}
-    modules = dict(modules_with_extra_state(models))
-    try:
-        named = {name: name for name in checkpoint.tensors}
-        _refuse_mismatch(checkpoint, named, sources, models, optimizers, live, {}, ties)
-        if odd := sorted(extra["job"]["modules"].keys() - modules.keys()):
-            raise MismatchError(f"{checkpoint.path}: the checkpoint's extra state of {odd[0]} is not in the job")
-    except MismatchError as error:
-        raise MismatchError(
-            f"{error}; these are imported weights: import into another directory what the job has, or take what fits "
-            "with checkflow.load_weights(model, source, strict=False)"
-        ) from None
-    place(extra)
-    begin()
-    fill_all(checkpoint, [(sources[name], tensor, None) for name, tensor in live.items()])
-    checkpoint.verify_rest()
-    for name, value in extra["job"]["modules"].items():
-        modules[name].set_extra_state(value)
-    anew = ", ".join([*optimizers, *objects, *modules.keys() - extra["job"]["modules"].keys()])
-    logger.warning(
-        "%s holds imported weights and nothing else: %s, the place in the data and random numbers begin anew",
-        checkpoint.path, anew,
-    )  # fmt: skip
-    return Resumed(checkpoint.step, extra)
 
 
 def _makers(

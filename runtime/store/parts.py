@@ -315,7 +315,7 @@ def part_records(
 def narrow_to(described: Manifest, wanted: Mapping[str, Box], rank: int | None = None) -> Manifest:
     """The part of a manifest that a rank reads: the pieces that hold something of boxes, and files of those.
 
-    ``rank``: whose own extra state is read, if the version has some.
+    ``rank``: whose own extra state is read, if the version has some; of pipeline stages, all ranks' is.
     """
     tensors = {}
     for name, box in wanted.items():
@@ -323,8 +323,8 @@ def narrow_to(described: Manifest, wanted: Mapping[str, Box], rank: int | None =
         kept = tuple(piece for piece in entry.pieces if overlap(piece.offsets, piece.lengths, box))
         tensors[name] = dataclasses.replace(entry, pieces=kept or entry.pieces[:1])
     needed = {manifest.EXTRA, *(piece.file for entry in tensors.values() for piece in entry.pieces)}
-    if rank is not None:
-        needed.add(manifest.rank_extra_name(rank, described.world_size))
+    ranks = range(1, described.world_size) if manifest.STAGES in described.info else () if rank is None else (rank,)
+    needed |= {manifest.rank_extra_name(one, described.world_size) for one in ranks}
     return dataclasses.replace(
         described,
         tensors=tensors,

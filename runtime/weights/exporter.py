@@ -16,6 +16,7 @@ import torch
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
 from checkflow.runtime.format import codec
+from checkflow.runtime.state import stages
 from checkflow.runtime.store.filling import fill_all
 from checkflow.runtime.store.reader import Checkpoint
 
@@ -52,7 +53,7 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
         raise UnsupportedError(
             f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/how-to/shards.md)"
         )
-    job = extra["job"]
+    job = stages.job_of_all(checkpoint, extra["job"])
     tensors = _read_all(checkpoint)
     tensors |= {name: tensors[of] for name, of in checkpoint.ties}
     optimizers = job["optimizers"]
@@ -135,7 +136,7 @@ def flat_state(checkpoint: Checkpoint, found: Mapping[str, Any]) -> dict[str, An
     extra = codec.decode(checkpoint.extra_bytes)
     if DCP in extra:  # has the names that its job chose
         return dict(found)
-    optimizers = extra["job"]["optimizers"]
+    optimizers = stages.job_of_all(checkpoint, extra["job"])["optimizers"]
     models = {name.partition("/")[0] for name in checkpoint.tensors} - optimizers.keys()
     flat = {name: value for name, value in found.items() if name not in models}
     for owner, saved in optimizers.items():

@@ -19,7 +19,7 @@ from checkflow.runtime.state.collect import modules_with_extra_state
 from checkflow.runtime.state.restore import refuse_difference
 from checkflow.runtime.weights.source import open_weights
 from checkflow.runtime.weights.torch_files import as_tensor
-from checkflow.runtime.weights.weights import EXTRA_STATE, Described, Weights, clean, renamed
+from checkflow.runtime.weights.weights import EXTRA_STATE, Described, Weights, clean, renamed, without_optimizer
 
 _MOST_NAMES = 10  # of a list in a message
 _PREFIX = f"{DEFAULT_MODEL}/"
@@ -105,7 +105,7 @@ def load_weights(
     live, aliases = _live(model)
     with open_weights(source, key=key) as found:
         wrapped = bool(aliases) and all(name.startswith("module.") for name in aliases)
-        weights = clean(found, strip=not wrapped)
+        weights = clean(without_optimizer(found), strip=not wrapped)
         if rename is not None:
             weights = renamed(weights, _renaming(rename, weights))
         modules = {

@@ -20,6 +20,7 @@ from checkflow.core.errors import CorruptCheckpointError, MismatchError, Storage
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES
 from checkflow.runtime.format.manifest import MANIFEST
+from checkflow.runtime.state.stages import job_of_all
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import StoredTensor, parse_header, parse_step, read_header
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
@@ -73,9 +74,9 @@ def open_weights(
         elif chosen == "checkflow":
             weights = _open_checkpoint(path, key, closing)
         else:
-            from checkflow.runtime.weights import torch_files
+            from checkflow.runtime.weights import dcp_files, torch_files
 
-            opener = torch_files.open_dcp if chosen == "dcp" else torch_files.open_torch
+            opener = dcp_files.open_dcp if chosen == "dcp" else torch_files.open_torch
             weights = opener(path, key)
         if not weights.tensors:
             raise MismatchError(f"{path} holds no tensor")
@@ -207,7 +208,7 @@ def _open_checkpoint(path: Path, key: str | None, closing: contextlib.ExitStack)
     from checkflow.runtime.inspect import choose
 
     checkpoint = closing.enter_context(open_checkpoint(choose(path)))
-    job = codec.decode(checkpoint.extra_bytes)["job"]
+    job = job_of_all(checkpoint, codec.decode(checkpoint.extra_bytes)["job"])
     owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors)
     models = sorted(owner for owner in owners if owner not in job["optimizers"])
     if key is None and len(models) != 1:

@@ -35,6 +35,43 @@ class Described:
 
 
 @dataclass(frozen=True)
+class SavedOptimizer:
+    """The state of an optimizer beside a model's weights, by the model's names of parameters.
+
+    Attributes:
+        place: in the source, for messages.
+        tensors: by parameter and key, such as ("layer.weight", "exp_avg").
+        values: what is no tensor, such as a step that is a number, by parameter.
+        read_into: fills a buffer of a tensor's size with its row-major bytes.
+        read_groups: the options of parameter groups, each with the names of its "params".
+        verify: reads what has checksums and compares it.
+    """
+
+    place: str
+    tensors: Mapping[tuple[str, str], Described]
+    values: Mapping[str, Mapping[str, Any]]
+    read_into: Callable[[tuple[str, str], memoryview], None] = field(repr=False)
+    read_groups: Callable[[], list[dict[str, Any]]] = field(repr=False)
+    verify: Callable[[], None] = field(repr=False)
+
+    def renamed(self, names: Mapping[str, str]) -> SavedOptimizer:
+        """The same for a model whose parameters have other names; without those that have none."""
+        olds = {new: old for old, new in names.items()}
+
+        def groups() -> list[dict[str, Any]]:
+            kept = ((group, [names[one] for one in group["params"] if one in names]) for group in self.read_groups())
+            return [{**group, "params": params} for group, params in kept if params]
+
+        return dataclasses.replace(
+            self,
+            tensors={(names[of], key): one for (of, key), one in self.tensors.items() if of in names},
+            values={names[of]: values for of, values in self.values.items() if of in names},
+            read_into=lambda one, buffer: self.read_into((olds[one[0]], one[1]), buffer),
+            read_groups=groups,
+        )
+
+
+@dataclass(frozen=True)
 class Weights:
     """One model's weights in an open source.
 
@@ -46,6 +83,7 @@ class Weights:
         left_out: names of what else the source holds.
         read_into: fills a buffer of a tensor's size with its row-major bytes.
         verify: reads what has checksums and compares it.
+        optimizer: what the source holds of the optimizer of these weights.
     """
 
     where: str
@@ -56,6 +94,7 @@ class Weights:
     ties: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    optimizer: SavedOptimizer | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -102,8 +141,16 @@ def renamed(weights: Weights, rename: Callable[[str], str | None]) -> Weights:
         weights, tensors=tensors, ties=ties,
         extras={news[old]: value for old, value in weights.extras.items() if old in news},
         left_out=(*weights.left_out, *gone),
+        optimizer=None if weights.optimizer is None else weights.optimizer.renamed(news),
         read_into=lambda name, buffer: weights.read_into(roots[name], buffer),
     )  # fmt: skip
+
+
+def without_optimizer(weights: Weights) -> Weights:
+    """The weights alone."""
+    if weights.optimizer is None:
+        return weights
+    return dataclasses.replace(weights, optimizer=None, left_out=(*weights.left_out, weights.optimizer.place))
 
 
 def clean(weights: Weights, *, strip: bool = True) -> Weights:

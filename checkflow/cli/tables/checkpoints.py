@@ -120,11 +120,21 @@ def imported_json(done: Imported) -> dict[str, Any]:
 
 def imported_lines(done: Imported) -> Iterable[str]:
     """What was made, how a job uses it, and what was left out."""
-    yield f"{done.source} ({done.form}) imported as {done.path}: {done.tensors} tensors, {format_size(done.size_bytes)}"
+    of_optimizer = f" ({done.optimizer_tensors} of the optimizer)" if done.optimizer_tensors else ""
+    yield (
+        f"{done.source} ({done.form}) imported as {done.path}: {done.tensors} tensors{of_optimizer}, "
+        f"{format_size(done.size_bytes)}"
+    )
     if done.left_out:
         names = ", ".join(done.left_out[:MOST_NAMES]) + (", …" if len(done.left_out) > MOST_NAMES else "")
-        yield f"left out, as no weights of this model: {names}"
-    yield "weights only: a job starts from it with a new optimizer, schedulers, data order and random numbers"
+        yield f"left out: {names}"
+    if done.optimizer_tensors:
+        yield (
+            "weights and optimizer state: a job starts from it with its own hyperparameters, and with new schedulers, "
+            "data order and random numbers"
+        )
+    else:
+        yield "weights only: a job starts from it with a new optimizer, schedulers, data order and random numbers"
     if done.newest != done.step:
         yield f'resume="auto" resumes from step {done.newest}, the newest: pass resume={done.step} to start from it'
 
