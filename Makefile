@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt test test-all test-again check kills ranks-kills faults fuzz council test-gpu
+.PHONY: demo mnist nanogpt mnist-ddp nanogpt-fsdp test test-all test-again check kills ranks-kills faults fuzz council test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -14,6 +14,13 @@ mnist: $(STAMP)
 
 nanogpt: $(STAMP)
 	@$(BIN)/python examples/nanogpt/train_checkflow.py
+
+# On two ranks.
+mnist-ddp: $(STAMP)
+	@$(BIN)/torchrun --standalone --nproc-per-node=2 examples/mnist/main_ddp_checkflow.py
+
+nanogpt-fsdp: $(STAMP)
+	@$(BIN)/torchrun --standalone --nproc-per-node=2 examples/nanogpt/train_fsdp_checkflow.py
 
 # One case of each test, in some five minutes on two cores: what a change must pass before it is shown to others.
 test: $(STAMP)

@@ -149,7 +149,7 @@ def assemble(
             job, loop, saving, store.directory,
             run_id=store.run_id, resumed_from=resumed_from, imported=imported,
             reclaimed=reclaimed,
-            rank=0 if council is None else council.rank, ranks=1 if council is None else council.world_size,
+            council=council,
         )  # fmt: skip
         if start is not None:
             start.agree(job)

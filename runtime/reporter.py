@@ -18,6 +18,7 @@ from checkflow.core.errors import ReportError
 from checkflow.core.run_report import (
     FILE,
     KEPT_RUNS,
+    AllRanks,
     Bandwidths,
     Frequency,
     HeldSeconds,
@@ -30,13 +31,15 @@ from checkflow.core.run_report import (
     RunReport,
 )
 from checkflow.core.state import training_device, unwrap
-from checkflow.core.units import format_seconds, format_stall
+from checkflow.core.units import format_seconds, format_size, format_stall
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.traits import allocated_peak_bytes, device_name
 from checkflow.runtime.loop.phase_clock import Reading, Times
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.persist.saver import Saving
+from checkflow.runtime.ranks.council import Council
+from checkflow.runtime.ranks.records import name_ranks
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
@@ -53,7 +56,7 @@ class Reporter:
         resumed_from: None: it started anew.
         imported: whether from imported weights, so that nothing is repeated.
         reclaimed: the step that the start put on storage, from the previous run's host memory.
-        rank, ranks: of several ranks, only rank 0 writes the file and speaks for all.
+        council: of several ranks, only rank 0 writes the file and speaks for all.
     """
 
     def __init__(
@@ -67,10 +70,11 @@ class Reporter:
         resumed_from: int | None,
         imported: bool = False,
         reclaimed: int | None = None,
-        rank: int = 0,
-        ranks: int = 1,
+        council: Council | None = None,
     ) -> None:
-        self.speaks, self.ranks = rank == 0, ranks
+        self.speaks = council is None or council.rank == 0
+        self.ranks = 1 if council is None else council.world_size
+        self._council = council
         self._loop, self._saving = loop, saving
         self._directory, self._run_id, self._resumed_from = directory, run_id, resumed_from
         self._reclaimed = reclaimed
@@ -157,7 +161,24 @@ class Reporter:
             memory_outlives_process=saving.tier.survives,
             held_measuring_seconds=max(0.0, reading.parts.get("measuring", 0.0)),
             held_at_ends_seconds=max(0.0, reading.parts.get("ends", 0.0)),
+            ranks=self._of_all_ranks(),
         )
+
+    def tell_ranks(self) -> None:
+        """Of several ranks: tell rank 0 what checkpoints have cost this one."""
+        if self._council is None:
+            return
+        loop, writer = self._loop, self._saving.writer
+        held_seconds = sum(max(held, 0.0) for what, held in loop.clock.held_seconds.items() if what != "planning")
+        self._council.note_costs(
+            held_seconds, loop.place.moved.total_bytes, writer.persisted_bytes, writer.failed + loop.place.aborted
+        )
+
+    def _of_all_ranks(self) -> AllRanks | None:
+        if self._council is None or not self.speaks:
+            return None
+        overview, silent = self._council.overview, self._council.view.silent
+        return run_report.sum_up(self.ranks, sorted({*silent} - {*overview.left}), overview.costs)
 
     def write_in_time(self) -> None:
         """:meth:`write`, unless it was written a moment ago: a report takes the GIL from training."""
@@ -165,7 +186,8 @@ class Reporter:
             self.write()
 
     def write(self, *, closed: bool = False) -> None:
-        """Replace the file. Never raises. Of several ranks, rank 0 does."""
+        """Replace the file. Never raises. Of several ranks, rank 0 does; the others tell it their part."""
+        self.tell_ranks()
         if not self.speaks:
             return
         begun = time.monotonic()
@@ -308,8 +330,18 @@ def end_line(report: RunReport, directory: Path, where: str) -> str:
     if report.failed:
         parts.append(f"{report.failed} failed, the last one by {report.last_failure}")
     parts += _held_words(report)
+    if report.ranks is not None:
+        parts.append(_ranks_words(report.ranks))
     parts.append(f"see {directory / FILE}" if where == str(directory) else f"the directory is {where}")
     return "; ".join(parts)
+
+
+def _ranks_words(ranks: AllRanks) -> str:
+    slowest = ranks.each[0]
+    words = f"the {ranks.heard} ranks" if ranks.heard == ranks.count else f"{ranks.heard} of {ranks.count} ranks"
+    words += f" wrote {format_size(ranks.written_bytes)}, and rank {slowest.rank} was held longest"
+    words += f" ({format_seconds(slowest.held_seconds)})"
+    return f"{words}; {name_ranks(ranks.silent)} did not answer" if ranks.silent else words
 
 
 def _percent(share: float) -> str:

@@ -63,6 +63,7 @@ class Resources:
             error = error or reason
         self.lost = self.saving.close() or self.lost
         if self.council is not None:
+            self.reporter.tell_ranks()
             self.council.close()
         if self.store.locked:  # else this was done already, and another process may own the directory
             self.reporter.write(closed=True)

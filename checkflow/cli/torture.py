@@ -73,7 +73,7 @@ def torture(
             metavar="SHARE",
             parser=_share,
             show_default="0.2",
-            help="the share of kills aimed at child processes, such as loader workers",
+            help="the share of kills aimed at one child process, such as a loader worker, or at another rank",
         ),
     ] = 0.2,
     terms: Annotated[

@@ -20,6 +20,7 @@ from checkflow.core.small_files import check_density, check_fields, check_member
 
 FILE = "report.json"
 KEPT_RUNS = 32
+MOST_RANKS = 16  # that a report names with their costs
 VERSION = 1
 MAX_BYTES = 1 << 22  # some forty times the size of KEPT_RUNS runs
 PlanSource = Literal["given", "cache", "recorded"]
@@ -182,6 +183,33 @@ class Measured:
     peak_exactly: bool = False  # otherwise an upper bound of the plan's own peak
 
 
+@dataclass(frozen=True, slots=True)
+class RankCosts:
+    """What checkpoints have cost one rank up to its newest one."""
+
+    __pydantic_config__ = STRICT
+    rank: int
+    held_seconds: float
+    persist_seconds: float
+    copied_bytes: int
+    written_bytes: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllRanks:
+    """What checkpoints have cost all ranks, as far as rank 0 has heard."""
+
+    __pydantic_config__ = STRICT
+    count: int
+    heard: int
+    silent: Many[int]
+    copied_bytes: int
+    written_bytes: int
+    slowest_writer: int
+    each: Many[RankCosts]  # at most MOST_RANKS; the one first that was held longest
+
+
 @dataclass(frozen=True)
 class RunReport:
     """One run of a job. Units are in the names; null means unknown or absent."""
@@ -223,6 +251,7 @@ class RunReport:
     memory_outlives_process: bool = False
     held_measuring_seconds: float = 0.0
     held_at_ends_seconds: float = 0.0
+    ranks: AllRanks | None = None
 
     @property
     def checkpoint_seconds(self) -> float:
@@ -233,6 +262,21 @@ class RunReport:
     def own_seconds(self) -> float:
         """Training's own time in whole iterations, of which ``overhead`` is a share."""
         return self.phases.iteration.total_seconds - self.checkpoint_seconds - self.phases.planning.total_seconds
+
+
+def sum_up(count: int, silent: Sequence[int], costs: Sequence[RankCosts]) -> AllRanks | None:
+    """Return what ``count`` ranks cost together, from those that have told theirs; None: none has."""
+    if not costs:
+        return None
+    return AllRanks(
+        count=count,
+        heard=len(costs),
+        silent=tuple(silent),
+        copied_bytes=sum(one.copied_bytes for one in costs),
+        written_bytes=sum(one.written_bytes for one in costs),
+        slowest_writer=max(costs, key=lambda one: (one.persist_seconds, -one.rank)).rank,
+        each=tuple(sorted(costs, key=lambda one: (-one.held_seconds, one.rank))[:MOST_RANKS]),
+    )
 
 
 @dataclass(frozen=True)
@@ -263,6 +307,8 @@ def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
 def to_dict(report: RunReport) -> dict[str, Any]:
     plain = dataclasses.asdict(report)
     plain["frequency"]["changes"] = list(plain["frequency"]["changes"])
+    if plain["ranks"] is not None:
+        plain["ranks"] |= {name: list(plain["ranks"][name]) for name in ("silent", "each")}
     return plain
 
 

@@ -228,7 +228,8 @@ class Torture:
             self.acknowledged = max(life.newest, -1 if self.acknowledged is None else self.acknowledged)
         excused = [name for name, _ in before.damaged] if known else [step_name(step) for step in life.before.published]
         wrong = [problem for number in mine for problem in check_audits(runs[number])]
-        self._note_failures([runs[number] for number in mine])
+        if not life.alone:
+            self._note_failures([runs[number] for number in mine])
         self.abandoned = abandoned(before, after) if known else ()
         if self.abandoned:  # what the script asked to leave is not lost
             self.problems += wrong + check_found(None, after, excused)
@@ -273,11 +274,14 @@ class Torture:
         if aim.signal != signal.SIGTERM or life.end == "went on":  # how it ended only its launcher knows
             return
         number, newest = len(self.kills), self.found.restorable
-        if life.code != Preempted.EXIT_CODE:
+        closed = bool(runs) and runs[-1].closed
+        if life.ranks and not closed:  # their launcher ends with a code of its own
+            self.remarks.append(f"asked to end (kill {number}), the ranks did not report their end: {life.said}")
+        elif not life.ranks and life.code != Preempted.EXIT_CODE:
             self.remarks.append(
                 f"asked to end (kill {number}), the job ended with {life.code}, not {Preempted.EXIT_CODE}: {life.said}"
             )
-        elif runs and runs[-1].closed and (newest is None or newest < runs[-1].iteration):
+        elif closed and (newest is None or newest < runs[-1].iteration):
             self.remarks.append(
                 f"asked to end (kill {number}), the job came to iteration {runs[-1].iteration}, and saved {newest}: "
                 "no boundary came in time, or saving it failed"

@@ -25,6 +25,7 @@ from checkflow.torture.processes import (
     members,
     name_of,
     process_of,
+    ranks_of,
     send,
     tail,
     writers,
@@ -43,7 +44,7 @@ class Aim:
     """Whom to signal, and when: drawn by lot.
 
     Attributes:
-        child: rather one of the processes that the trainer has started, if there is one.
+        child: rather one of the processes that the trainer has started, or another rank, if there is one.
         wait: in [0, 1), of the time in which the moment can be.
         pick: in [0, 1), which of several children.
     """
@@ -84,6 +85,8 @@ class JobLife:
             ended; "elsewhere": writes to other directories, ``others``.
         code: of the command, negative for a signal; None: we ended it after ``end``.
         victim: the process that got the signal; "": none.
+        ranks: of the job, when it got the signal; 0: it is none of several ranks.
+        alone: whether one rank was killed, so that the others could save no more.
         moment: where the job was at its signal, or its end.
         before: what was in the directory when it was first looked at.
         newest: the newest checkpoint that is known to have been there; None: there was none.
@@ -114,6 +117,8 @@ class JobLife:
         self.end: End | None = None
         self.code: int | None = None
         self.victim = self.said = ""
+        self.ranks = 0
+        self.alone = False
         self.moment: Moment = "start-up"
         self.seconds = 0.0
         self.left_running = False
@@ -241,9 +246,15 @@ class JobLife:
         number = signal.SIGTERM if aim is None else aim.signal
         target = self._trainer if self._trainer is not None and lives(self._trainer) else process_of(job)
         child = aim is not None and aim.child
-        if aim is not None and child and (children := children_of(target)):
+        ranks = ranks_of(members(job.strangers))
+        self.ranks = len(ranks)
+        others = [one for one in ranks.values() if one != target]
+        if aim is not None and child and (children := [*others, *children_of(target)]):
             target = children[int(aim.pick * len(children))]
-        self.victim = name_of(target)
+        elif aim is not None and number == signal.SIGTERM and ranks:  # any of them ends all
+            target = list(ranks.values())[int(aim.pick * len(ranks))]
+        self.alone = child and target in ranks.values()
+        self.victim = next((f"rank {rank}" for rank, one in ranks.items() if one == target), name_of(target))
         if number == signal.SIGKILL and not child:
             send(target, number)
             self.pids.update(one.pid for one in members(job.strangers))

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -28,6 +29,7 @@ POLL_SECONDS = 0.002  # between two looks at a running process
 _EMPTY_LOOKS = 2  # one alone may miss a process whose parent dies in the middle of it
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _TAIL_BYTES = 16384
+_BANNER = re.compile(r"failed \(exitcode: -?\d+\) local_rank: (\d+)")  # where torchrun's own words begin
 
 Process = Any  # psutil's, which has no types
 
@@ -193,6 +195,17 @@ def children_of(process: Process) -> list[Process]:
         return []
 
 
+def ranks_of(processes: Iterable[Process]) -> dict[int, Process]:
+    """The ranks among processes, by the number that torchrun and other launchers give each in its environment."""
+    found: dict[int, Process] = {}
+    for process in processes:  # parents come first, and a rank's children have its environment
+        with contextlib.suppress(psutil.Error):
+            number = process.environ().get("RANK", "")
+            if number.isdecimal():
+                found.setdefault(int(number), process)
+    return found
+
+
 def send(process: Process, number: signal.Signals) -> None:
     """A signal; to one that has ended none, and to another user's neither: :func:`end_all` reports what stays."""
     with contextlib.suppress(psutil.Error):
@@ -236,12 +249,20 @@ def bury(strangers: frozenset[Process], process: Child | None = None) -> None:
 
 
 def tail(job: JobProcess, lines: int = 8) -> str:
-    """What the job said last, its lines as one; "" if nothing, or if somebody has taken its file away."""
+    """What the job said last, its lines as one; "" if nothing, or if somebody has taken its file away.
+
+    Of ranks under torchrun, what the first one that failed has said.
+    """
     found = []
     with contextlib.suppress(OSError), open(job.log, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(job.log_begin, size - _TAIL_BYTES))
         found = file.read().decode(errors="replace").splitlines()
+    for number, line in enumerate(found):
+        if banner := _BANNER.search(line):
+            before, mark = found[:number], f"[rank{banner[1]}]: "
+            found = [one.removeprefix(mark) for one in before if one.startswith(mark)] or before
+            break
     return " / ".join([" ".join(line.split()) for line in found if line.strip()][-lines:])
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from checkflow.core.run_report import RankCosts
 from checkflow.runtime.ranks import ending, records, starting
 from checkflow.runtime.ranks.receipts import wait_seconds
 from checkflow.runtime.ranks.records import (
@@ -42,6 +43,7 @@ class Overview:
         plan_interval: the longest of the ranks' plans, in iterations; 0: some have none; None: some have not said.
         reports: what each rank brings to the start, if all have come.
         left: ranks that take part no longer.
+        costs: what checkpoints have cost each rank that has said so.
     """
 
     passed: int = 0
@@ -49,6 +51,7 @@ class Overview:
     plan_interval: int | None = None
     reports: Mapping[int, StartReport] = field(default_factory=dict)
     left: tuple[int, ...] = ()
+    costs: tuple[RankCosts, ...] = ()
 
 
 class Chair:
@@ -161,6 +164,7 @@ class Chair:
             self._plan_interval(),
             reports if len(reports) == self.world_size else {},
             tuple(rank for rank, card in sorted(self.cards.items()) if card.left),
+            tuple(card.costs for _, card in sorted(self.cards.items()) if card.costs is not None),
         )
 
     # What time decides

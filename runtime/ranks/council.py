@@ -188,6 +188,10 @@ class Council:
         """The capture of a boundary is lost, or replaced: a version of it is void."""
         self._tell(lambda member, chair, now: member.dropped(step))
 
+    def note_costs(self, held_seconds: float, copied_bytes: int, written_bytes: int, failed: int) -> None:
+        """What checkpoints have cost this rank so far. Rank 0 finds those of all in its ``overview``."""
+        self._tell(lambda member, chair, now: member.tell_costs(held_seconds, copied_bytes, written_bytes, failed))
+
     def open_attempt(self, step: int) -> Attempt:
         """Rank 0: begin to write a version. The others' :meth:`await_attempt` returns."""
         answer: queue.SimpleQueue[int] = queue.SimpleQueue()

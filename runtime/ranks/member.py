@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from checkflow.core.run_report import RankCosts
 from checkflow.runtime.ranks import records
 from checkflow.runtime.ranks.records import (
     Ack,
@@ -162,6 +163,12 @@ class Member:
     def plan(self, interval: int) -> None:
         """Another plan runs here, with this interval; 0: none."""
         self._card = replace(self._card, plan_interval=interval)
+
+    def tell_costs(self, held_seconds: float, copied_bytes: int, written_bytes: int, failed: int) -> None:
+        """What checkpoints have cost this rank so far."""
+        persist_seconds = self._card.persist_seconds
+        costs = RankCosts(self.rank, held_seconds, persist_seconds, copied_bytes, written_bytes, failed)
+        self._card = replace(self._card, costs=costs)
 
     def leave(self, reason: str) -> None:
         """This rank takes part no longer."""

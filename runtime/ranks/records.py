@@ -14,6 +14,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.core.errors import StorageError, first_fault
 from checkflow.core.graph import STRICT, Many, Named
+from checkflow.core.run_report import RankCosts
 from checkflow.runtime.format.manifest import MAX_STEP
 
 Rank = Annotated[int, Field(ge=0, lt=2**20)]
@@ -177,6 +178,7 @@ class Card:
         persist_seconds: of this rank's last files.
         iteration_seconds: the time of one iteration, lately; 0: not known.
         plan_interval: of the plan that runs here, in iterations; 0: there is none; None: not known yet.
+        costs: of this rank's checkpoints, for the report of all ranks; None: it has made none.
         left: why this rank takes part no longer; "": it does.
     """
 
@@ -191,6 +193,7 @@ class Card:
     persist_seconds: Seconds = 0.0
     iteration_seconds: Seconds = 0.0
     plan_interval: Count | None = None
+    costs: RankCosts | None = None
     start: StartReport | None = None
     refusal: Refusal | None = None
     end_asked: EndAsked | None = None

@@ -120,6 +120,7 @@ def test_the_page_has_every_field_and_no_other() -> None:
         "A run": list(top),
         "A phase": list(fields_of(run_report.PhaseTimes)),
         "A change of frequency": list(fields_of(run_report.FrequencyChange)),
+        "A rank's costs": list(fields_of(run_report.RankCosts)),
     }
     for name, kind in top.items():
         for part in parts_of(kind):
@@ -175,6 +176,52 @@ def make_sensible(report: RunReport) -> RunReport:
     phases = dataclasses.replace(report.phases, iteration=iteration, iterations=min(3, report.iteration))
     plan = report.plan and dataclasses.replace(report.plan, interval=report.plan.interval + 1)
     return dataclasses.replace(report, phases=phases, plan=plan, audited=report.audits_passed + report.breaches)
+
+
+# Several ranks
+
+
+def costs(rank: int, held_seconds: float = 0.0, persist_seconds: float = 0.0) -> run_report.RankCosts:
+    return run_report.RankCosts(rank, held_seconds, persist_seconds, 10 + rank, 100 + rank, 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "order", "slowest_writer"),
+    [
+        ([costs(0)], [0], 0),
+        ([costs(0), costs(1)], [0, 1], 0),  # alike
+        ([costs(0, 1, 9), costs(2, 3, 1)], [2, 0], 0),
+        ([costs(rank, rank, -abs(rank - 3)) for rank in range(17)], list(range(16, 0, -1)), 3),
+    ],
+)  # fmt: skip
+def test_the_costs_of_all_ranks(told: list[run_report.RankCosts], order: list[int], slowest_writer: int) -> None:
+    found = run_report.sum_up(20, (5,), told)
+    assert found is not None
+    assert [one.rank for one in found.each] == order
+    assert (found.count, found.heard, found.silent, found.slowest_writer) == (20, len(told), (5,), slowest_writer)
+    assert found.copied_bytes == sum(10 + one.rank for one in told)
+    assert found.written_bytes == sum(100 + one.rank for one in told)
+
+
+def test_no_rank_has_told_its_costs() -> None:
+    assert run_report.sum_up(2, (), ()) is None
+
+
+def test_people_are_told_what_ranks_cost(written: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run,) = run_report.loads(written, "report.json")
+    found = run_report.sum_up(4, (3,), [costs(0, 1.0, 2.0), costs(1, 3.0), costs(2)])
+    several = dataclasses.replace(run, ranks=found)
+    line = reporter.end_line(several, tmp_path, str(tmp_path))
+    assert "; 3 of 4 ranks wrote 303 B, and rank 1 was held longest (3.00 s); rank 3 did not answer; see " in line
+    file = tmp_path / "report.json"
+    file.write_bytes(run_report.dump_file([run_report.dump_run(several)]))
+    assert main(["compare", str(file)]) == FOUND
+    out = " ".join(capsys.readouterr().out.split())
+    assert "│ 1 │ 3.00 s │" in out
+    assert "rank 0 was the slowest to write; 1 of 4 ranks have told nothing; ranks that do not answer: 3" in out
+    assert main(["compare", str(file), "--json"]) == FOUND
+    (said,) = json.loads(capsys.readouterr().out)["reports"]
+    assert said["ranks"] == run_report.to_dict(several)["ranks"]
 
 
 # Hostile files

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from checkflow.runtime.inspect import compare
+from checkflow.runtime.store.discovery import find
 from tests.support import example_runs
 from tests.support.oracle import same_bits
 
@@ -48,6 +50,18 @@ NANOGPT = Example(
     6,
     0,
 )
+DDP = Example("mnist", "main_ddp.py", ["--epochs=8", "--log-interval=3", "--save-model"], 0, 23)
+FSDP = Example(
+    "nanogpt",
+    "train_fsdp.py",
+    [
+        *("--max_iters=62", "--eval_interval=15", "--eval_iters=2", "--log_interval=2", "--batch_size=4"),
+        *("--learning_rate=0.03", "--warmup_iters=5", "--lr_decay_iters=60", "--n_layer=2", "--n_embd=32"),
+    ],
+    6,
+    0,
+)
+RANKS = 2
 BOTH = pytest.mark.parametrize("example", [MNIST, NANOGPT], ids=lambda example: example.folder)
 Run = tuple[dict[str, Any], list[str]]
 
@@ -104,7 +118,7 @@ def test_changed_lines_are_counted() -> None:
     assert changed_lines("a\nb\n", "x\na\n\nb\n") == 2
 
 
-@BOTH
+@pytest.mark.parametrize("example", [MNIST, NANOGPT, DDP, FSDP], ids=lambda example: example.before)
 def test_fewer_than_ten_lines_are_changed(example: Example) -> None:
     before, after = (example.script(changed=changed).read_text() for changed in (False, True))
     assert "import checkflow" not in before
@@ -112,7 +126,8 @@ def test_fewer_than_ten_lines_are_changed(example: Example) -> None:
     assert 0 < changed_lines(before, after) < 10
     # All else is shared.
     files = {path.name for path in (EXAMPLES / example.folder).glob("*.py")}
-    assert [name for name in files if name.replace(".py", "_checkflow.py") in files] == [example.before]
+    pairs = {one.before for one in (MNIST, NANOGPT, DDP, FSDP) if one.folder == example.folder}
+    assert {name for name in files if name.replace(".py", "_checkflow.py") in files} == pairs
 
 
 def test_the_page_shows_the_difference() -> None:
@@ -174,6 +189,42 @@ def test_killed_and_restarted_it_ends_the_same(example: Example, originals: dict
     rest = lines[example.heading :]
     assert len(rest) <= 5
     assert_same(results(tmp_path), expected)
+
+
+def test_adopting_changes_nothing_on_several_ranks(tmp_path: Path) -> None:
+    ends = []
+    for changed in (False, True):
+        folder = tmp_path / str(changed)
+        code, lines = example_runs.start_ranks(FSDP.script(changed=changed), FSDP.arguments, folder, RANKS)
+        assert code == 0
+        ends.append((results(folder), lines))
+    assert ends[1][1] == ends[0][1]
+    assert set(ends[0][0]) == {"ckpt.pt"}
+    assert_same(ends[1][0], ends[0][0])
+
+
+@pytest.mark.parametrize("example", [DDP, FSDP], ids=lambda example: example.before)
+def test_killed_on_all_ranks_it_ends_the_same(example: Example, tmp_path: Path) -> None:
+    script, arguments, killed = example.script(changed=True), example.arguments, tmp_path / "killed"
+    code, printed = example_runs.start_ranks(script, arguments, tmp_path / "whole", RANKS)
+    assert code == 0
+    training = printed[example.heading :]
+    for number in (1, 2):
+        at = training[number * len(training) // 5]
+        code, lines = example_runs.start_ranks(script, arguments, killed, RANKS, at)
+        assert code == -9
+        assert is_part(lines[example.heading :], training)
+    code, lines = example_runs.start_ranks(script, arguments, killed, RANKS)
+    assert code == 0
+    rest = lines[example.heading :]
+    assert rest == training[-len(rest) :]
+    assert len(rest) < len(training)
+    assert_same(results(killed), results(tmp_path / "whole"))
+    ends = [find(next(folder.glob("*/step-*")).parent)[0] for folder in (tmp_path / "whole", killed)]
+    found = compare(*ends)
+    assert not found.tensors
+    # The scripts seed torch's generators alone.
+    assert [where for where, *_ in found.extra if not re.search(r"generators\.(python|numpy)", where)] == []
 
 
 def is_part(lines: list[str], whole: list[str]) -> bool:

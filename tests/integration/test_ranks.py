@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from checkflow.core import run_report
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.reader import open_checkpoint
@@ -36,6 +40,27 @@ def test_a_killed_job_ends_as_if_it_had_never_been(tmp_path: Path, kind: str) ->
         expected, found = whole.last(rank, "ended"), resumed.last(rank, "ended")
         assert (found["step"], found["digest"]) == (expected["step"], expected["digest"])
         assert (found["durable"], found["failed"], found["audits"]) == (found["step"], 0, found["committed"])
+    check_report(tmp_path / "killed", [resumed.last(rank, "ended") for rank in range(ranks)])
+
+
+def check_report(directory: Path, ends: list[dict[str, Any]]) -> None:
+    """Rank 0's report adds up what the ranks' own reports say, and so does its file."""
+    together = ends[0]["ranks"]
+    assert all(end["ranks"] is None for end in ends[1:])
+    assert (together["count"], together["heard"], together["silent"]) == (len(ends), len(ends), [])
+    for ours, theirs in (("copied_bytes", "captured_bytes"), ("written_bytes", "persisted_bytes")):
+        assert together[ours] == sum(end["moved"][theirs] for end in ends) > 0
+        assert {one["rank"]: one[ours] for one in together["each"]} == {
+            rank: end["moved"][theirs] for rank, end in enumerate(ends)
+        }
+    held = [one["held_seconds"] for one in together["each"]]
+    assert held == sorted(held, reverse=True)
+    assert min(held) > 0
+    slowest = max(together["each"], key=lambda one: one["persist_seconds"])
+    assert together["slowest_writer"] == slowest["rank"]
+    in_file = run_report.load(directory / run_report.FILE)[-1].ranks
+    assert in_file is not None
+    assert json.loads(json.dumps(dataclasses.asdict(in_file))) == together
 
 
 @pytest.mark.parametrize(
@@ -132,6 +157,10 @@ def test_the_others_end_when_a_rank_is_killed(tmp_path: Path, victim: int) -> No
         assert job.alive() == []
         assert time.monotonic() - begun < 35
         known = max(line.get("durable") or 0 for rank in range(3) for line in job.said(rank))
+    if victim:
+        (run,) = run_report.load(tmp_path / "all" / run_report.FILE)
+        assert run.ranks is not None
+        assert victim in run.ranks.silent
     with open_checkpoint(find(tmp_path / "all")[0]) as checkpoint:
         checkpoint.verify()
         assert checkpoint.step >= known

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 
 from tests.support import jobs
-from tests.support.waiting import PATIENCE_SECONDS
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -88,5 +91,39 @@ def start(script: Path, arguments: list[str], folder: Path, kill: Kill | None = 
     Of a line that ends with times, only what is before them.
     """
     code = jobs.in_a_process(run, script, arguments, folder, kill)
+    return code, _lines(folder)
+
+
+def start_ranks(
+    script: Path, arguments: list[str], folder: Path, ranks: int, kill_at: str | None = None
+) -> tuple[int, list[str]]:
+    """Run a script under torchrun; returns as :func:`start` does.
+
+    Args:
+        kill_at: the launcher and all ranks get SIGKILL when this line is printed and storage holds a checkpoint.
+    """
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with (folder / "output").open("w") as output, (folder / "log").open("a") as log:
+        launcher = psutil.Popen([*command, *arguments], cwd=folder, env=environment, stdout=output, stderr=log)
+        try:
+            if kill_at is not None:
+                wait_for(lambda: _has_printed(folder, kill_at) and any(folder.glob("*/step-*")))
+            else:
+                wait_for(lambda: launcher.poll() is not None)
+        finally:
+            found = [launcher, *launcher.children(recursive=True)] if launcher.poll() is None else []
+            for one in found:  # the launcher first, so that it starts nothing again
+                one.kill()
+            psutil.wait_procs(found)
+    return launcher.wait(), _lines(folder)
+
+
+def _has_printed(folder: Path, line: str) -> bool:
+    return any(one.startswith(line) for one in _lines(folder))
+
+
+def _lines(folder: Path) -> list[str]:
     lines = (folder / "output").read_text(encoding="utf-8").splitlines()
-    return code, [line.partition(", time")[0] for line in lines if line]
+    return [line.partition(", time")[0] for line in lines if line]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from checkflow.core.run_report import PlanInForce, RunReport
+from checkflow.core.run_report import AllRanks, PlanInForce, RunReport
 from checkflow.core.units import format_rate, format_seconds, format_size
 
 Unit = Literal["seconds", "bytes", "bytes_per_second", "iterations"]
@@ -118,6 +118,7 @@ def runs_json(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
                 "plan_ran": one.plan is not None and one.ran,
                 "rows": [{**asdict(row), "ratio": row.ratio} for row in one.rows],
                 "phases": asdict(one.run.phases),
+                "ranks": None if one.run.ranks is None else asdict(one.run.ranks),
             }
             for one in comparisons
         ]
@@ -144,6 +145,8 @@ def runs_tables(comparisons: Sequence[RunComparison]) -> Iterable[Table]:
             table.add_row(row.what, _text(row, row.planned), _text(row, row.measured), share, row.note)
         yield table
         yield _phases_table(run)
+        if run.ranks is not None:
+            yield _ranks_table(run.ranks)
 
 
 def _caption(one: RunComparison) -> str:
@@ -168,6 +171,31 @@ def _text(row: Row, value: float | None) -> str:
         number = str(int(value)) if value == int(value) else f"{value:.3g}"
         return f"{number} iteration{'' if value == 1 else 's'}"
     return format_size(value) if row.unit == "bytes" else format_rate(value)
+
+
+def _ranks_table(ranks: AllRanks) -> Table:
+    said = [f"rank {ranks.slowest_writer} was the slowest to write"]
+    if ranks.heard > len(ranks.each):
+        said.append(f"of {ranks.heard} ranks, these were held longest")
+    if ranks.heard < ranks.count:
+        said.append(f"{ranks.count - ranks.heard} of {ranks.count} ranks have told nothing")
+    if ranks.silent:
+        said.append(f"ranks that do not answer: {', '.join(map(str, ranks.silent))}")
+    table = Table(
+        title="what checkpoints cost each rank",
+        title_justify="left",
+        caption="; ".join(said),
+        caption_justify="left",
+    )
+    for column in ("rank", "held training", "wrote the newest in", "copied", "written", "failed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in ranks.each:
+        sizes = (format_size(size) for size in (one.copied_bytes, one.written_bytes))
+        seconds = (format_seconds(time) for time in (one.held_seconds, one.persist_seconds))
+        table.add_row(str(one.rank), *seconds, *sizes, str(one.failed))
+    table.add_section()
+    table.add_row("all", "", "", format_size(ranks.copied_bytes), format_size(ranks.written_bytes), "")
+    return table
 
 
 def _phases_table(run: RunReport) -> Table:

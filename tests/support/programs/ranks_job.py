@@ -161,7 +161,7 @@ def main() -> None:
     report = checkpointer.report()
     tell("ended", step=checkpointer.iteration, durable=checkpointer.durable_step, failed=report["failed"],
          committed=report["committed"], audits=report["audits_passed"], plan=report["plan"], moved=report["bytes"],
-         digest=digest_of([model], optimizer))  # fmt: skip
+         ranks=report["ranks"], digest=digest_of([model], optimizer))  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()
 
