@@ -31,11 +31,11 @@ from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.memory_tier.recovery import reclaim
 from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.runtime.persist.saver import Saving
-from checkflow.runtime.rank_start import RankStart, open_store, start_rank
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.reporter import Reporter
 from checkflow.runtime.snapshot.program import compile_plan
 from checkflow.runtime.snapshot.share import RankShare
+from checkflow.runtime.start.ranks import RankStart, open_store, start_rank
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.files import run_of, step_name
 from checkflow.runtime.store.shared import SharedStore
