@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import xxhash
 
-from checkflow.core.errors import CheckflowError, CorruptCheckpointError, StorageError
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError
 from checkflow.runtime.arguments import Arguments
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import StartReport, name_ranks
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.meshes import RankView
-from checkflow.runtime.state.restore import Resumed, restore_rank
-from checkflow.runtime.store.discovery import open_verified, refuse
+from checkflow.runtime.state.restore import Resumed, as_asked, restore_rank
+from checkflow.runtime.store.discovery import open_verified, recover, refuse
 from checkflow.runtime.store.files import glance, step_name
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
@@ -134,29 +134,11 @@ def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
 
 def _choose(store: Store, mode: str | int) -> int | None:
     """The step to go on from, as ``resume`` asks. Its bytes are verified by the ranks that read them."""
-    paths = store.checkpoints()
-    if mode == "never":
-        if paths:
-            raise StorageError(f'resume="never", but {store.directory} holds {paths[0].name}: choose another one')
-        return None
-    if isinstance(mode, int):
-        if store.directory / step_name(mode) not in paths:
-            raise StorageError(f"resume={mode}, but {store.directory} holds no checkpoint of that step")
-        return glance(store.directory / step_name(mode), trust=store.trust).step
-    unreadable: StorageError | None = None
-    for path in paths:
-        try:
-            return glance(path, trust=store.trust).step
-        except CorruptCheckpointError as error:
-            refuse(path, error, store.set_aside)
-        except StorageError as error:
-            unreadable = unreadable or error
-            logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
-    if unreadable is not None:
-        raise unreadable
-    if mode == "must":
-        raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
-    return None
+
+    def take(path: Path) -> int:
+        return glance(path, trust=store.trust).step
+
+    return as_asked(store, mode, take, lambda: recover(store.checkpoints(), take, store.set_aside))
 
 
 def _digest_of(arguments: Arguments, job: Job, world_size: int) -> str:
