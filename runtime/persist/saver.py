@@ -69,9 +69,9 @@ class Saving:
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
-            self.tier = MemoryTier(store.directory, RunLife(store.run_id, *base))
-            # A single buffer is seldom complete; and of several ranks, all would have to outlive their processes.
-            tier = self.tier if host_buffers > 1 and ranks is None else None
+            rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+            self.tier = MemoryTier(store.directory, RunLife(store.run_id, *base, rank=rank, ranks=world_size))
+            tier = self.tier if host_buffers > 1 else None  # a single buffer is seldom complete
             self.buffers = StagingBuffers(host_buffers + follows, locking, self._urge, tier)
             undo.callback(self.buffers.close)
             self.writer = Writer(
@@ -187,18 +187,13 @@ class Saving:
         extra = capture.extra if isinstance(capture.extra, bytes) else capture.extra()
         info = {**capture.info, **self.metrics.info(capture.step)}
         if self._ranks is not None:
-            return self._ranks.commit(capture, extra, info)
-        assert isinstance(self._store, Store)
-        path = self._store.commit(
-            capture.step,
-            capture.layout,
-            capture.buffer.view,
-            extra,
-            info,
-            ties=capture.ties,
-            absent=capture.absent,
-            plan_digest=capture.plan_digest,
-        )
+            path = self._ranks.commit(capture, extra, info)
+        else:
+            assert isinstance(self._store, Store)
+            path = self._store.commit(
+                capture.step, capture.layout, capture.buffer.view, extra, info,
+                ties=capture.ties, absent=capture.absent, plan_digest=capture.plan_digest,
+            )  # fmt: skip
         self.tier.stored(capture.step)
         return path
 

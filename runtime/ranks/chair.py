@@ -71,6 +71,7 @@ class Chair:
         self._board = Board(generation, 0, world_size)
         self._receipts: dict[int, Receipt] = {}  # of the open attempt
         self._deadline, self._opened = math.inf, now  # of the open attempt
+        self._given_seconds: float | None = None  # for its receipts
         self._numbers = 0
 
     # What comes in
@@ -90,26 +91,37 @@ class Chair:
             return
         self._receipts.setdefault(receipt.rank, receipt)
         if receipt.rank == 0 and self._deadline == math.inf:
-            self._deadline = now + wait_seconds(receipt.persist_seconds) + self._board.capture_seconds
+            patience_seconds = wait_seconds(receipt.persist_seconds) + self._board.capture_seconds
+            self._deadline = now + (patience_seconds if self._given_seconds is None else self._given_seconds)
 
     # What rank 0 decides
 
     def schedule(self, schedule: Schedule) -> None:
         self._board = replace(self._board, schedule=schedule)
 
+    def reclaim(self, run_id: str, dead_run_id: str) -> None:
+        """All ranks have come: each attempt until :meth:`resume` puts a dead run's captures on storage."""
+        if self._board.start.stage == "reports":
+            self._board = replace(self._board, start=Start("reclaim", None, run_id, dead_run_id))
+
     def resume(self, step: int | None, run_id: str) -> None:
         """All ranks have come: they restore this step, or begin anew."""
-        if self._board.start.stage == "reports":
+        if self._board.start.stage in ("reports", "reclaim"):
             self._board = replace(self._board, start=Start("restore", step, run_id))
 
-    def open(self, step: int, now: float) -> int:
-        """Open an attempt to write a version; returns its number. An open one before it has failed."""
+    def open(self, step: int, now: float, patience_seconds: float | None = None) -> int:
+        """Open an attempt to write a version; returns its number. An open one before it has failed.
+
+        Args:
+            patience_seconds: for the other ranks' receipts, from rank 0's own one on; None: by what that one says.
+        """
         if self.open_attempt is not None:
             self.conclude(self.open_attempt.number, "failed", f"step {step} was begun before it was complete")
         self._numbers += 1
         attempts = (*self._board.attempts, Attempt(self._numbers, step))[-_ATTEMPTS:]
         self._board = replace(self._board, attempts=attempts)
         self._receipts, self._deadline, self._opened = {}, math.inf, now
+        self._given_seconds = patience_seconds
         return self._numbers
 
     def conclude(self, number: int, ended: Ended, reason: str = "", missing: tuple[int, ...] = ()) -> None:

@@ -74,14 +74,15 @@ class StartReport:
 
     Attributes:
         job: digest of what must be the same on all ranks: arguments and names of the state.
-        steps: that this rank could restore, by itself, from host memory.
+        kept: what dead ranks have left in this machine's host memory, as JSON. The council does not read it: whoever
+            puts it on storage does.
         restored: whether the agreed step is restored here.
         replicas: digests of replicated state after the restore, by name of the group that must agree.
     """
 
     __pydantic_config__ = STRICT
     job: str = ""
-    steps: Many[Step] = ()
+    kept: str = ""
     restored: bool = False
     replicas: Named[str, str] = field(default_factory=dict)
 
@@ -91,14 +92,17 @@ class Start:
     """Rank 0's word on the start.
 
     Attributes:
-        stage: reports are awaited, all restore ``step`` (None: begin anew), training.
-        run_id: of this run, from "restore" on.
+        stage: reports are awaited, what dead ranks had captured is put on storage, all restore ``step`` (None: begin
+            anew), training.
+        run_id: of this run, from "reclaim" on.
+        dead_run_id: of the run whose captures are put on storage.
     """
 
     __pydantic_config__ = STRICT
-    stage: Literal["reports", "restore", "train"] = "reports"
+    stage: Literal["reports", "reclaim", "restore", "train"] = "reports"
     step: Step | None = None
     run_id: str = ""
+    dead_run_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

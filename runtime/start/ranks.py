@@ -17,7 +17,8 @@ from checkflow.core.errors import CheckflowError, CorruptCheckpointError
 from checkflow.runtime.arguments import Arguments
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.ranks.council import Council
-from checkflow.runtime.ranks.records import StartReport, name_ranks
+from checkflow.runtime.ranks.records import Start, StartReport, name_ranks
+from checkflow.runtime.start.memory import LeftMemory, look, reclaim
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.state.restore import Resumed, as_asked, restore_rank
@@ -33,12 +34,22 @@ RESTORE_SECONDS = 1800.0  # until all ranks have restored; one that ends or refu
 
 @dataclasses.dataclass(frozen=True)
 class RankStart:
-    """A rank's store, and the step that all ranks are to restore; None: they begin anew."""
+    """A rank's store, and the step that all ranks are to restore; None: they begin anew.
+
+    Attributes:
+        left: what dead ranks have left in this machine's memory.
+    """
 
     council: Council
     store: Store | SharedStore
     step: int | None
     report: StartReport
+    left: LeftMemory
+
+    @property
+    def reclaimed(self) -> int | None:
+        """The newest step that this start has put on storage; None: none."""
+        return max((one.step for one in self.council.view.attempts if one.ended == "committed"), default=None)
 
     @property
     def view(self) -> RankView:
@@ -118,18 +129,31 @@ def open_store(arguments: Arguments) -> Store:
 
 def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
     """Come to the start with all ranks. Rank 0 opens the directory, and finds the newest step."""
-    report = StartReport(_digest_of(arguments, job, council.world_size))
+    digest, mode = _digest_of(arguments, job, council.world_size), arguments.resume
+
+    def shared(start: Start) -> SharedStore:
+        return SharedStore(arguments.directory, run_id=start.run_id, rules=arguments.rules, trust=arguments.trust)
+
     if council.rank:
-        start = council.agree_start(report)
-        store = SharedStore(arguments.directory, run_id=start.run_id, rules=arguments.rules, trust=arguments.trust)
-        return RankStart(council, store, start.step, report)
+        left = look(Path(arguments.directory).absolute(), council.rank, locked=False)
+        start = council.agree_start(
+            StartReport(digest, left.report()),
+            assist=lambda start, attempt: left.assist(council, shared(start), attempt, start.dead_run_id),
+        )
+        return RankStart(council, shared(start), start.step, StartReport(digest), left)
     opened = open_store(arguments)
+
+    def choose(reports: Mapping[int, StartReport]) -> int | None:
+        reclaim(opened, mode, left, reports, council)
+        return _choose(opened, mode)
+
     try:
-        start = council.agree_start(report, lambda reports: _choose(opened, arguments.resume), opened.run_id)
+        left = look(opened.directory, 0, locked=True)
+        start = council.agree_start(StartReport(digest, left.report()), choose, opened.run_id)
     except BaseException:
         opened.close()
         raise
-    return RankStart(council, opened, start.step, report)
+    return RankStart(council, opened, start.step, StartReport(digest), left)
 
 
 def _choose(store: Store, mode: str | int) -> int | None:

@@ -63,9 +63,7 @@ def seats(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def start(council: Council, *, job: str = "job", replica: str = "same", step: int | None = 7) -> int | None:
-    found = council.agree_start(
-        StartReport(job, (3,)), lambda reports: step, "run of rank 0" if not council.rank else ""
-    )
+    found = council.agree_start(StartReport(job), lambda reports: step, "run of rank 0" if not council.rank else "")
     assert found.run_id == "run of rank 0"
     council.agree_restored(StartReport(job, restored=True, replicas={"weights": replica}), 30)
     return found.step

@@ -3,7 +3,8 @@
 ``ranks_job.py DIRECTORY KIND EPOCHS [OPTION=VALUE ...]`` appends JSON lines to ``log-<rank>`` in the working directory.
 Options: loop=steps (without a loader; loop=marked: by step()), evaluate=1 (after each step), every ("auto" for none),
 rank1_every (one rank's), pause (seconds an iteration), grace_seconds, surgery=1 (load other weights after the last
-step), planned=1 (wait for this rank's plan after iteration 8).
+step), planned=1 (wait for this rank's plan after iteration 8), storage=hangs:3 or fails:3 (for steps after 3, until
+torchrun restarts it), dies=1:5 (rank 1, as soon as memory has step 5; likewise).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import checkflow
+from checkflow.core.errors import StorageError
+from checkflow.runtime.store.store import Store
+from tests.support.rank_jobs import is_kept
 from tests.support.waiting import wait_for
 
 WIDTH = 64
@@ -89,6 +95,20 @@ def digest_of(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
+def break_storage(how: str, last: int) -> None:
+    """Storage takes no step after this one."""
+    commit = Store.commit_written
+
+    def broken(self: Store, step: int, *rest: Any, **more: Any) -> Path:
+        if step > last and how == "hangs":
+            threading.Event().wait()
+        if step > last:
+            raise StorageError("the disk is full")
+        return commit(self, step, *rest, **more)
+
+    Store.commit_written = broken  # type: ignore[method-assign]
+
+
 def batches(checkpointer: checkflow.Checkpointer, loader: Any, epochs: int, *, marked: bool) -> Iterator[Any]:
     """With a loader by epochs, otherwise by steps."""
     if loader is None:
@@ -114,6 +134,11 @@ def main() -> None:
         log.flush()
 
     tell("starts")
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if first and "storage" in options:
+        how, _, last = options["storage"].partition(":")
+        break_storage(how, int(last))
+    doomed, _, fatal = options.get("dies", "-1:0").partition(":")
     model = wrap(make_model(kind), kind)
     torch.manual_seed(100 if kind == "tp" else 100 + rank)  # ranks of one tensor-parallel group drop alike
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -146,6 +171,9 @@ def main() -> None:
                     with torch.no_grad():
                         model(batch)
                     model.train()
+                if first and rank == int(doomed) and checkpointer.iteration == int(fatal):
+                    wait_for(lambda: is_kept(Path(directory), int(fatal), dist.get_world_size()))
+                    os.kill(os.getpid(), signal.SIGKILL)
                 tell("stepped", step=checkpointer.iteration + 1, durable=checkpointer.durable_step)
                 time.sleep(float(options.get("pause", "0")))
                 if "planned" in options and checkpointer.iteration == 8:
