@@ -133,6 +133,7 @@ def assemble(
             store, device, each=asked.every is not None or asked.every_seconds is not None,
             host_buffers=arguments.host_buffers, audit=arguments.audit,
             base=_base(store, resumed_from), ranks=None if council is None else RankCommit(council, store),
+            ranked=None if start is None else start.ranked,
         )  # fmt: skip
         undo.callback(saving.close)
         loop = TrainingLoop(

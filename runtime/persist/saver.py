@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.snapshot.executor import Execution
-from checkflow.runtime.store.retention import EPOCH_END
+from checkflow.runtime.store.retention import EPOCH_END, Known
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.transfer.engine import CopyEngine
@@ -50,11 +50,13 @@ class Saving:
         audit: every how many captures to audit; 0: only the first ones.
         base: the step that the job resumed from, and the run that made it.
         ranks: commits with all other ranks, if there are several.
+        ranked: the best checkpoints at the start, by which all ranks judge.
     """
 
     def __init__(
         self, store: Store | SharedStore, device: torch.device, *, each: bool, host_buffers: int, audit: int,
         base: tuple[int, str] = (NOTHING, ""), ranks: RankCommit | None = None,
+        ranked: Sequence[Known] | None = None,
     ) -> None:  # fmt: skip
         self._store, self._each, self._audit_every = store, each, audit
         self.host_buffers = host_buffers
@@ -62,7 +64,7 @@ class Saving:
         # Rank 0's writer decides which captures give way to newer ones. Others keep what it may still ask for.
         follows = isinstance(store, SharedStore)
         self._base_step = None if base[0] == NOTHING else base[0]
-        self.metrics = Metrics(store)
+        self.metrics = Metrics(store, ranked)
         self.captures = 0
         self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
         self._held_back: set[int] = set()  # steps of captures that stay in host memory for now

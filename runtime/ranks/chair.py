@@ -104,10 +104,15 @@ class Chair:
         if self._board.start.stage == "reports":
             self._board = replace(self._board, start=Start("reclaim", None, run_id, dead_run_id))
 
+    def tell_best(self, best: tuple[tuple[int, float], ...]) -> None:
+        """The best checkpoints on storage, by which all ranks judge further ones."""
+        self._board = replace(self._board, start=replace(self._board.start, best=best))
+
     def resume(self, step: int | None, run_id: str) -> None:
         """All ranks have come: they restore this step, or begin anew."""
-        if self._board.start.stage in ("reports", "reclaim"):
-            self._board = replace(self._board, start=Start("restore", step, run_id))
+        start = self._board.start
+        if start.stage in ("reports", "reclaim"):
+            self._board = replace(self._board, start=replace(start, stage="restore", step=step, run_id=run_id))
 
     def open(self, step: int, now: float, patience_seconds: float | None = None) -> int:
         """Open an attempt to write a version; returns its number. An open one before it has failed.
@@ -241,5 +246,8 @@ class Chair:
         return now >= self._deadline
 
     def _skipped(self, rank: int, step: int) -> bool:
+        """Whether a rank has no capture of a boundary, and will have none. It may capture the last one that it has
+        passed, if a metric is recorded there.
+        """
         card = self.cards.get(rank)
-        return card is not None and card.passed >= step >= card.since and step not in card.captured
+        return card is not None and card.passed > step >= card.since and step not in card.captured

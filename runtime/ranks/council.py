@@ -139,6 +139,10 @@ class Council:
         self._tell(lambda member, chair, now: member.refuse(refusal))
         self._wait(lambda: self.view.refusal, _MARGIN_SECONDS)
 
+    def tell_best(self, best: tuple[tuple[int, float], ...]) -> None:
+        """Rank 0, in ``choose``: the best ranked checkpoints, by step and metric."""
+        self._tell(lambda member, chair, now: None if chair is None else chair.tell_best(best))
+
     def _await_start(self, happened: Callable[[], _T | None], wait_seconds: float) -> _T:
         def settled() -> _T | CheckflowError | None:
             if self.view.refusal is not None:

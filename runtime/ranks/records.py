@@ -96,6 +96,7 @@ class Start:
             anew), training.
         run_id: of this run, from "reclaim" on.
         dead_run_id: of the run whose captures are put on storage.
+        best: the best ranked checkpoints on storage, by step and metric, from "restore" on.
     """
 
     __pydantic_config__ = STRICT
@@ -103,6 +104,7 @@ class Start:
     step: Step | None = None
     run_id: str = ""
     dead_run_id: str = ""
+    best: Many[tuple[Step, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)

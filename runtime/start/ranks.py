@@ -22,8 +22,10 @@ from checkflow.runtime.start.memory import LeftMemory, look, reclaim
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.state.restore import Resumed, as_asked, restore_rank
+from checkflow.runtime.store import retention
 from checkflow.runtime.store.discovery import open_verified, recover, refuse
 from checkflow.runtime.store.files import glance, step_name
+from checkflow.runtime.store.retention import Known, Rules
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 
@@ -38,6 +40,7 @@ class RankStart:
 
     Attributes:
         left: what dead ranks have left in this machine's memory.
+        ranked: the best checkpoints, by which all ranks judge states.
     """
 
     council: Council
@@ -45,6 +48,7 @@ class RankStart:
     step: int | None
     report: StartReport
     left: LeftMemory
+    ranked: tuple[Known, ...]
 
     @property
     def reclaimed(self) -> int | None:
@@ -129,10 +133,10 @@ def open_store(arguments: Arguments) -> Store:
 
 def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
     """Come to the start with all ranks. Rank 0 opens the directory, and finds the newest step."""
-    digest, mode = _digest_of(arguments, job, council.world_size), arguments.resume
+    digest, mode, rules = _digest_of(arguments, job, council.world_size), arguments.resume, arguments.rules
 
     def shared(start: Start) -> SharedStore:
-        return SharedStore(arguments.directory, run_id=start.run_id, rules=arguments.rules, trust=arguments.trust)
+        return SharedStore(arguments.directory, run_id=start.run_id, rules=rules, trust=arguments.trust)
 
     if council.rank:
         left = look(Path(arguments.directory).absolute(), council.rank, locked=False)
@@ -140,12 +144,17 @@ def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
             StartReport(digest, left.report()),
             assist=lambda start, attempt: left.assist(council, shared(start), attempt, start.dead_run_id),
         )
-        return RankStart(council, shared(start), start.step, StartReport(digest), left)
+        return RankStart(council, shared(start), start.step, StartReport(digest), left, _ranked(start, rules))
     opened = open_store(arguments)
 
     def choose(reports: Mapping[int, StartReport]) -> int | None:
         reclaim(opened, mode, left, reports, council)
-        return _choose(opened, mode)
+        step = _choose(opened, mode)
+        if rules.keep_best:
+            known = {one.step: one for one in opened.look() if not isinstance(mode, int) or one.step <= mode}
+            best = retention.best(rules, known.values())[: rules.keep_best]
+            council.tell_best(tuple((one, known[one].metrics[str(rules.monitor)]) for one in best))
+        return step
 
     try:
         left = look(opened.directory, 0, locked=True)
@@ -153,7 +162,11 @@ def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
     except BaseException:
         opened.close()
         raise
-    return RankStart(council, opened, start.step, StartReport(digest), left)
+    return RankStart(council, opened, start.step, StartReport(digest), left, _ranked(start, rules))
+
+
+def _ranked(start: Start, rules: Rules) -> tuple[Known, ...]:
+    return tuple(Known(step, metrics={str(rules.monitor): value}) for step, value in start.best)
 
 
 def _choose(store: Store, mode: str | int) -> int | None:

@@ -4,7 +4,8 @@
 Options: loop=steps (without a loader; loop=marked: by step()), evaluate=1 (after each step), every ("auto" for none),
 rank1_every (one rank's), pause (seconds an iteration), grace_seconds, surgery=1 (load other weights after the last
 step), planned=1 (wait for this rank's plan after iteration 8), storage=hangs:3 or fails:3 (for steps after 3, until
-torchrun restarts it), dies=1:5 (rank 1, as soon as memory has step 5; likewise).
+torchrun restarts it), dies=1:5 (rank 1, as soon as memory has step 5; likewise), losses=3,1,2
+(the metric "loss" after each epoch, of which the best state is kept).
 """
 
 from __future__ import annotations
@@ -109,16 +110,20 @@ def break_storage(how: str, last: int) -> None:
     Store.commit_written = broken  # type: ignore[method-assign]
 
 
-def batches(checkpointer: checkflow.Checkpointer, loader: Any, epochs: int, *, marked: bool) -> Iterator[Any]:
-    """With a loader by epochs, otherwise by steps."""
+def batches(
+    checkpointer: checkflow.Checkpointer, loader: Any, epochs: int, losses: list[float], *, marked: bool
+) -> Iterator[Any]:
+    """With a loader by epochs, otherwise by steps. ``losses``: after each epoch, if there are some."""
     if loader is None:
         for step in range(6 * epochs) if marked else checkpointer.steps(6 * epochs):
             yield tuple(torch.stack(one) for one in zip(*(Data()[(step + i) % 48] for i in range(4)), strict=True))
             if marked:
                 checkpointer.step()
         return
-    for _ in checkpointer.epochs(epochs):
+    for epoch in checkpointer.epochs(epochs):
         yield from checkpointer.loader
+        if losses:
+            checkpointer.metric("loss", losses[epoch])
 
 
 def main() -> None:
@@ -148,12 +153,14 @@ def main() -> None:
         loader = checkflow.DataLoader(Data(), batch_size=4, shuffle=True, seed=5, **share)
     every: Any = options.get(f"rank{rank}_every") or options.get("every", "1")
     logging.getLogger("checkflow").setLevel(logging.INFO)
+    losses = [float(one) for one in options["losses"].split(",")] if "losses" in options else []
+    best: dict[str, Any] = {"keep_best": 1, "monitor": "loss"} if losses else {}
     begun = time.monotonic()
     try:
         checkpointer = checkflow.Checkpointer(
             model, optimizer, loader, directory=directory, audit=1,
             grace_seconds=float(options.get("grace_seconds", "25")),
-            every=int(every) if every.isdecimal() else None if every == "auto" else every,
+            every=int(every) if every.isdecimal() else None if every == "auto" else every, **best,
         )  # fmt: skip
     except checkflow.CheckflowError as error:
         tell("refuses", kind=type(error).__name__, message=str(error), seconds=time.monotonic() - begun)
@@ -161,7 +168,8 @@ def main() -> None:
     tell("begins", step=checkpointer.resumed_from)
     try:
         with checkpointer:
-            for batch, target in batches(checkpointer, loader, int(epochs), marked=options.get("loop") == "marked"):
+            marked = options.get("loop") == "marked"
+            for batch, target in batches(checkpointer, loader, int(epochs), losses, marked=marked):
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(batch), target)
                 loss.backward()
@@ -188,7 +196,8 @@ def main() -> None:
         raise
     report = checkpointer.report()
     tell("ended", step=checkpointer.iteration, durable=checkpointer.durable_step, failed=report["failed"],
-         committed=report["committed"], audits=report["audits_passed"], plan=report["plan"], moved=report["bytes"],
+         committed=report["committed"], captures=report["captures"],
+         audits=report["audits_passed"], plan=report["plan"], moved=report["bytes"],
          digest=digest_of([model], optimizer))  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()
