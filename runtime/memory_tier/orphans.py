@@ -136,7 +136,7 @@ def left_step(directory: str | os.PathLike[str]) -> int | None:
     root = Path(directory)
     there: dict[tuple[str, int, int], set[int]] = {}  # by run, its ranks and step: of which ranks
     try:
-        for name in mark_names(root):
+        for name in filter(may_be_here, mark_names(root)):
             path = find_left(root, name=name)
             with fs.folder(str(path)) as folder:
                 life = read_life(path, folder)
@@ -199,6 +199,12 @@ def find_left(directory: Path, wait_seconds: float = 0.0, name: str = MARK) -> P
 def mark_names(directory: Path) -> tuple[str, ...]:
     """The marks beside the checkpoints: one process's, and those of ranks. Raises OSError."""
     return tuple(name for name in fs.folder_names(str(directory)) if name == MARK or RANK_MARK.fullmatch(name))
+
+
+def may_be_here(mark: str) -> bool:
+    """Whether this machine may have what a mark of this name stands for. Ranks have too many marks to read them all."""
+    token = RANK_MARK.fullmatch(mark)
+    return token is None or (records.ROOT / f"{PREFIX}{token[1]}").exists()
 
 
 def read_mark(directory: Path, name: str = MARK) -> Mark:

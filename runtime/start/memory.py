@@ -19,7 +19,7 @@ from checkflow.core.errors import CheckflowError, CorruptCheckpointError, Mismat
 from checkflow.core.graph import STRICT, Many
 from checkflow.runtime.format import manifest
 from checkflow.runtime.memory_tier import recovery
-from checkflow.runtime.memory_tier.orphans import mark_names, read_life, read_records, words_of
+from checkflow.runtime.memory_tier.orphans import mark_names, may_be_here, read_life, read_records, words_of
 from checkflow.runtime.memory_tier.records import MARK, CaptureRecord, RunLife, remove
 from checkflow.runtime.persist.rank_commit import receipt_of, write_into, write_staged
 from checkflow.runtime.ranks.council import RECLAIM_SECONDS, Council
@@ -132,7 +132,8 @@ def look(directory: Path, rank: int, *, locked: bool, alone: bool = False) -> Le
         marks = ()
     except OSError as error:
         raise StorageError(f"cannot read the checkpoint directory {directory}: {error.strerror}") from error
-    folders = tuple(path for mark in marks if (path := recovery.folder_of(directory, mark)) is not None)
+    here = [mark for mark in marks if may_be_here(mark)]
+    folders = tuple(path for mark in here if (path := recovery.folder_of(directory, mark)) is not None)
     recovery.tidy(folders, directory if locked else None)
     found: list[_Found] = []
     for path in folders:
@@ -218,7 +219,7 @@ def reclaim(
     Raises:
         StorageError: that fails, or ``mode`` is "never"; memory stays as it is.
     """
-    versions = _of_one_run(store, [one for one in _versions(reports) if _is_of_storage(store, one)])
+    versions = _newer(store, mode, [one for one in _versions(reports) if _is_of_storage(store, one)])
     if not versions:
         return frozenset()
     if mode == "never":
@@ -229,11 +230,10 @@ def reclaim(
     if council is not None:
         council.reclaim(store.run_id, versions[0].life.run_id)
     recovery.delete_old(store)
-    newest = recovery.newest_stored(store).step
     stay = recovery.worth_keeping(store, [(one.step, one.parts[0].info) for one in versions])
     done: set[int] = set()
     for one in sorted(versions, key=lambda one: one.step != mode):
-        if one.step != mode and (one.step < newest or (done - {mode} and one.step not in stay)):
+        if one.step != mode and done - {mode} and one.step not in stay:
             continue
         try:
             _commit(store, left, one, council)
@@ -279,10 +279,12 @@ def _is_of_storage(store: Store, one: _Version) -> bool:
     return True
 
 
-def _of_one_run(store: Store, versions: Sequence[_Version]) -> list[_Version]:
-    """Of the run with the newest version, those that storage does not have."""
+def _newer(store: Store, mode: str | int, versions: Sequence[_Version]) -> list[_Version]:
+    """Of the run with the newest version, those that are newer than storage, and that of step ``mode``."""
     steps = {parse_step(path.name) for path in store.checkpoints()}
-    return [one for one in versions if one.life.run_id == versions[0].life.run_id and one.step not in steps]
+    newest = recovery.newest_stored(store).step
+    wanted = [one for one in versions if one.step not in steps and (one.step > newest or one.step == mode)]
+    return [one for one in wanted if one.life.run_id == wanted[0].life.run_id]
 
 
 def _commit(store: Store, left: LeftMemory, one: _Version, council: Council | None) -> None:
