@@ -86,17 +86,12 @@ def check_arguments(
         raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")
 
 
-def refuse_for_ranks(ranks: int, plan: object, rules: Rules) -> None:
+def refuse_for_ranks(ranks: int, plan: object) -> None:
     """Refuse what several ranks cannot do yet. Raises UnsupportedError."""
     if plan not in (None, "auto"):
         raise UnsupportedError(
             f"plan= names one plan, and the job has {ranks} ranks, which copy different parts of the state: leave it "
             "out; each rank makes its own plan"
-        )
-    if rules.keep_best:
-        raise UnsupportedError(
-            f"keep_best= needs one process that judges each state, and the job has {ranks} ranks: leave it out; "
-            "keep_epochs= and keep_every= work"
         )
 
 

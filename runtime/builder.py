@@ -28,14 +28,14 @@ from checkflow.runtime.loop.agreement import Agreement
 from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
-from checkflow.runtime.memory_tier.recovery import reclaim
 from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.runtime.persist.saver import Saving
-from checkflow.runtime.rank_start import RankStart, open_store, start_rank
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.reporter import Reporter
 from checkflow.runtime.snapshot.program import compile_plan
 from checkflow.runtime.snapshot.share import RankShare
+from checkflow.runtime.start.memory import reclaim_alone
+from checkflow.runtime.start.ranks import RankStart, open_store, start_rank
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.files import run_of, step_name
 from checkflow.runtime.store.shared import SharedStore
@@ -119,21 +119,21 @@ def assemble(
             )
             for name in [name for name, optimizer in job.optimizers.items() if closures_repeat(optimizer)][:1]:
                 planning.forgo(name)
-        reclaimed: int | None = None
         if start is None:
             assert isinstance(store, Store)
-            found = reclaim(store, arguments.resume)
+            reclaimed, give_back = reclaim_alone(store, arguments.resume)
             resumed_from, imported = _resume(store, arguments, job, progress, given)
-            found.give_back(store.directory)
-            reclaimed = max(found.steps, default=None)
         else:
+            reclaimed, give_back = start.reclaimed, start.left.give_back
             resumed_from, imported = _resume(start, arguments, job, progress, given)
+        give_back()
         if arguments.rules.monitor is not None and isinstance(store, Store):
             store.look()  # the best of earlier runs still counts
         saving = Saving(
             store, device, each=asked.every is not None or asked.every_seconds is not None,
             host_buffers=arguments.host_buffers, audit=arguments.audit,
             base=_base(store, resumed_from), ranks=None if council is None else RankCommit(council, store),
+            ranked=None if start is None else start.ranked,
         )  # fmt: skip
         undo.callback(saving.close)
         loop = TrainingLoop(

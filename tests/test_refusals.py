@@ -50,7 +50,6 @@ from checkflow.runtime.shards import save_shard
 from checkflow.runtime.snapshot.chunk_map import planned_records
 from checkflow.runtime.state.meshes import placements
 from checkflow.runtime.store.reader import open_checkpoint
-from checkflow.runtime.store.retention import Rules
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.exporter import optimizer_state, state_dicts
 from tests.support.planned_jobs import plan_by_trace
@@ -733,11 +732,7 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "closed": (goes_on_closed, "is closed, and would save nothing"),
     "twice": (iterates_twice, "iterated twice"),
     "at once": (nested_iterations, "cannot go on"),
-    "a plan of ranks": (lambda _, plan: refuse_for_ranks(4, plan, Rules()), "plan= names one plan"),
-    "the best of ranks": (
-        lambda _, __: refuse_for_ranks(4, None, Rules(keep_best=1, monitor="loss")),
-        "keep_best= needs one process",
-    ),
+    "a plan of ranks": (lambda _, plan: refuse_for_ranks(4, plan), "plan= names one plan"),
     "ranks without a group": (
         lambda _, __: find_identity({"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "4"}),
         "torchrun has started 4 ranks",

@@ -189,8 +189,10 @@ class TrainingLoop:
         metrics.record(number + (not late), name, value, late=late)
         if not late or boundaries.closed:
             return
-        # The last boundary may have been captured in vain: its capture may have given way.
-        if metrics.ranks(number) and boundaries.any_passed and not metrics.is_there(number):
+        # The last boundary may have been captured in vain: its capture may have given way. Ranks must decide alike, and
+        # do not know that.
+        there = metrics.is_there(number) if self._agreement is None else self._actions.captured
+        if metrics.ranks(number) and boundaries.any_passed and not there:
             if boundaries.began:
                 logger.warning(
                     "%s of step %d is one of the best, and a model has run in training mode since: it is not saved",

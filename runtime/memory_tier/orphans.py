@@ -20,17 +20,22 @@ from checkflow.core.small_files import IrregularError
 from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES
 from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.records import (
+    LIFE,
+    LIVES,
     MARK,
     MARKS,
     MOST_BYTES,
     OWNER,
     OWNERS,
     PREFIX,
+    RANK_MARK,
     RECORDS,
     CaptureRecord,
     Mark,
     Owner,
+    RunLife,
     boot_id,
+    rank_mark,
 )
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, parse_step
@@ -129,9 +134,15 @@ def stored_step(owner: Owner) -> int | None:
 def left_step(directory: str | os.PathLike[str]) -> int | None:
     """The newest step that the next run in a directory would find; None: none, or unreadable."""
     root = Path(directory)
+    there: dict[tuple[str, int, int], set[int]] = {}  # by run, its ranks and step: of which ranks
     try:
-        with fs.folder(str(find_left(root))) as folder:
-            steps = [record.step for record in read_records(folder).values()]
+        for name in filter(may_be_here, mark_names(root)):
+            path = find_left(root, name=name)
+            with fs.folder(str(path)) as folder:
+                life = read_life(path, folder)
+                for record in read_records(folder).values():
+                    there.setdefault((life.run_id, life.ranks, record.step), set()).add(life.rank)
+        steps = [step for (_, ranks, step), found in there.items() if len(found) == ranks]
         newest = max((one for path in find(root) if (one := parse_step(path.name)) is not None), default=-1)
     except (OSError, StorageError):  # the next run will say what is wrong
         return None
@@ -149,8 +160,9 @@ def memory_of(directory: str | os.PathLike[str]) -> tuple[Path, int] | None:
     return path, 512 * sum(sizes)
 
 
-def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
-    """The previous run's folder, found from its checkpoints, after waiting ``wait_seconds`` for a dying job.
+def find_left(directory: Path, wait_seconds: float = 0.0, name: str = MARK) -> Path:
+    """The previous run's folder, or that of one of its ranks, found from its checkpoints by a mark's ``name``, after
+    waiting ``wait_seconds`` for a dying job.
 
     Raises:
         FileNotFoundError: it ended by itself, or with the machine.
@@ -158,7 +170,7 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
         StorageError: it is not this directory's or this user's, or it is damaged.
         OSError: it cannot be read now.
     """
-    mark = read_mark(directory)
+    mark = read_mark(directory, name)
     if mark.boot != boot_id():
         raise FileNotFoundError("the memory of an earlier start of the machine is gone")
     path = records.ROOT / f"{PREFIX}{mark.token}"
@@ -184,14 +196,40 @@ def find_left(directory: Path, wait_seconds: float = 0.0) -> Path:
     return path
 
 
-def read_mark(directory: Path) -> Mark:
-    """The mark beside the checkpoints. Raises CorruptCheckpointError, or OSError if it is missing or unreadable now."""
-    path = directory / MARK
+def mark_names(directory: Path) -> tuple[str, ...]:
+    """The marks beside the checkpoints: one process's, and those of ranks. Raises OSError."""
+    return tuple(name for name in fs.folder_names(str(directory)) if name == MARK or RANK_MARK.fullmatch(name))
+
+
+def may_be_here(mark: str) -> bool:
+    """Whether this machine may have what a mark of this name stands for. Ranks have too many marks to read them all."""
+    token = RANK_MARK.fullmatch(mark)
+    return token is None or (records.ROOT / f"{PREFIX}{token[1]}").exists()
+
+
+def read_mark(directory: Path, name: str = MARK) -> Mark:
+    """A mark beside the checkpoints. Raises CorruptCheckpointError, or OSError if it is missing or unreadable now."""
+    path = directory / name
     try:
         with fs.folder(str(directory.resolve())) as beside:
-            return understood(path, MARKS, fs.read_small(MARK, MOST_BYTES, dir_fd=beside))
+            return understood(path, MARKS, fs.read_small(name, MOST_BYTES, dir_fd=beside))
     except IrregularError as error:
         raise CorruptCheckpointError(f"{path}: {error.strerror}") from None
+
+
+def is_marked(path: Path, directory: Path) -> bool:
+    """Whether a mark in a directory of checkpoints names this folder. Raises as :func:`read_mark`."""
+    if os.path.lexists(directory / rank_mark(path.name.removeprefix(PREFIX))):
+        return True
+    try:
+        return path.name == f"{PREFIX}{read_mark(directory).token}"
+    except FileNotFoundError:
+        return False
+
+
+def read_life(path: Path, folder: int) -> RunLife:
+    """Whose captures a folder holds. Raises CorruptCheckpointError, OSError."""
+    return understood(path / LIFE, LIVES, read_kept(folder, LIFE, MOST_BYTES))
 
 
 def read_records(folder: int) -> dict[int, CaptureRecord]:

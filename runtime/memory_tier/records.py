@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from pydantic import Field, JsonValue, StringConstraints, TypeAdapter
 
+from checkflow.core.boxes import Box
 from checkflow.core.graph import STRICT, Many, Named
-from checkflow.runtime.format.layout import Layout
+from checkflow.runtime.format.layout import Layout, TensorRecord
 from checkflow.runtime.format.manifest import MAX_STEP
+from checkflow.runtime.store.parts import Source
 from checkflow.runtime.system import fs
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ logger = logging.getLogger("checkflow")
 ROOT = Path("/dev/shm")
 PREFIX = "checkflow-"
 MARK, OWNER, LIFE = ".memory.json", "owner.json", "life.json"
+RANK_MARK = re.compile(r"\.memory-([0-9a-f]{32})\.json", re.ASCII)  # of one of several ranks
 MOST_BYTES = 1 << 16  # of each small file
 PIECE_BYTES = 1 << 26  # allocated by one call: a signal undoes the call, or waits for its end
 NOTHING = -1  # instead of a step if storage has none
@@ -51,6 +54,11 @@ class Mark:
     version: Literal[1] = 1
 
 
+def rank_mark(token: str) -> str:
+    """The name of the mark of one of several ranks: each has another one at each start."""
+    return f".memory-{token}.json"
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """Whose folder it is. A copy of the checkpoints' directory is another directory."""
@@ -69,8 +77,23 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptSource:
+    """A :class:`.store.parts.Source`: which part of which state tensor a rank has."""
+
+    __pydantic_config__ = STRICT
+    tensor: str
+    shape: Many[Count]
+    offsets: Many[Count]
+    lengths: Many[Count]
+    own: bool
+
+    def source(self) -> Source:
+        return Source(self.tensor, Box(self.shape, self.offsets, self.lengths), self.own)
+
+
+@dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """A :class:`.format.layout.TensorRecord`."""
+    """A :class:`.format.layout.TensorRecord`, and of a rank's layout what it is."""
 
     __pydantic_config__ = STRICT
     name: str
@@ -82,6 +105,13 @@ class KeptTensor:
     permutation: Many[Count] | None
     conjugated: bool
     negated: bool
+    source: KeptSource | None = None  # None: a whole tensor
+
+    def record(self) -> TensorRecord:
+        return TensorRecord(
+            self.name, self.dtype, self.shape, self.size_bytes, self.element_bytes, self.deadline, self.permutation,
+            self.conjugated, self.negated,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +125,15 @@ class KeptDigest:
 
 @dataclass(frozen=True, slots=True)
 class RunLife:
-    """How a run relates to storage. Steps, or ``NOTHING``."""
+    """Whose captures these are, and how that run relates to storage. Steps, or ``NOTHING``."""
 
     __pydantic_config__ = STRICT
     run_id: str
     base: Stored = NOTHING  # resumed from, and the run that made it
     base_run: str = ""
     durable: Stored = NOTHING  # the newest known to be on storage
+    rank: Annotated[int, Field(ge=0)] = 0
+    ranks: Annotated[int, Field(ge=1)] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +179,8 @@ class StagedCheckpoint(Protocol):
     def digests(self) -> Digests | None: ...
     @property
     def settled(self) -> Mapping[str, Digest]: ...
+    @property
+    def sources(self) -> Mapping[str, Source]: ...
 
 
 MARKS: TypeAdapter[Mark] = TypeAdapter(Mark)
@@ -164,13 +198,19 @@ def boot_id() -> str:
         return ""
 
 
-def dump_layout(layout: Layout) -> bytes:
+def dump_layout(layout: Layout, sources: Mapping[str, Source]) -> bytes:
     """The tensors of a layout, of which :func:`.format.layout.make_layout` makes the same layout again."""
+
+    def kept(name: str) -> KeptSource | None:
+        if (one := sources.get(name)) is None:
+            return None
+        return KeptSource(one.tensor, one.box.shape, one.box.offsets, one.box.lengths, one.own)
+
     records = (placed.record for placed in layout.tensors.values())
     tensors = tuple(
         KeptTensor(
             one.name, one.dtype, one.shape, one.size_bytes, one.element_bytes, one.deadline, one.permutation,
-            one.conjugated, one.negated,
+            one.conjugated, one.negated, kept(one.name),
         )
         for one in records
     )  # fmt: skip

@@ -11,16 +11,17 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from pydantic import ValidationError
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, LockedError, StorageError, UnsupportedError
 from checkflow.runtime.format.digest import Digest, digest_memory
-from checkflow.runtime.format.layout import Layout, TensorRecord, make_layout
+from checkflow.runtime.format.layout import Layout, make_layout
 from checkflow.runtime.format.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES, MAX_STEP
 from checkflow.runtime.memory_tier import records
 from checkflow.runtime.memory_tier.orphans import (
@@ -30,24 +31,21 @@ from checkflow.runtime.memory_tier.orphans import (
     distrust_of,
     find_left,
     is_free,
+    is_marked,
     open_kept,
     read_kept,
-    read_mark,
+    read_life,
     read_records,
     stored_step,
-    understood,
     words_of,
 )
 from checkflow.runtime.memory_tier.records import (
     LAYOUTS,
-    LIFE,
-    LIVES,
     MARK,
     MOST_BYTES,
     NOTHING,
     OWNER,
     OWNERS,
-    PREFIX,
     CaptureRecord,
     Owner,
     RunLife,
@@ -56,6 +54,7 @@ from checkflow.runtime.memory_tier.records import (
 from checkflow.runtime.store import retention
 from checkflow.runtime.store.discovery import open_verified
 from checkflow.runtime.store.files import parse_step, run_of
+from checkflow.runtime.store.parts import Source
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import address_of
@@ -73,7 +72,7 @@ class _TornError(CorruptCheckpointError):
 
 
 @dataclass(frozen=True)
-class _NewestStored:
+class NewestStored:
     """Step and run of the newest checkpoint on storage."""
 
     step: int = NOTHING
@@ -111,8 +110,8 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
 
     Raises StorageError or LockedError if that fails, or ``mode`` is "never"; captures stay where they are.
     """
-    path = _folder_of(store.directory)
-    _tidy(path, store.directory)
+    path = folder_of(store.directory)
+    tidy(() if path is None else (path,), store.directory)
     if path is None:
         return Reclaimed()
     wanted = mode if isinstance(mode, int) else None
@@ -132,7 +131,7 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
             f"memory: choose another directory, or delete {path}"
         )
     if loaded:
-        _delete_old(store)
+        delete_old(store)
     steps = set()
     needed = wanted if wanted is not None else max((one.record.step for one in loaded), default=NOTHING)
     for one in sorted(loaded, key=lambda one: one.record.step != needed):
@@ -147,10 +146,15 @@ def reclaim(store: Store, mode: str | int) -> Reclaimed:
     return Reclaimed(frozenset(steps), path)
 
 
-def _folder_of(directory: Path) -> Path | None:
-    """The previous run's folder; None if it ended by itself, or this job may not take it."""
+def folder_of(directory: Path, mark: str = MARK) -> Path | None:
+    """The previous run's folder by its mark; None if it ended by itself, or this job may not take it.
+
+    Raises:
+        LockedError: another process uses it.
+        StorageError: it cannot be looked for now.
+    """
     try:
-        return find_left(directory, _WAIT_SECONDS)
+        return find_left(directory, _WAIT_SECONDS, mark)
     except FileNotFoundError:
         return None
     except LockedError:
@@ -164,33 +168,44 @@ def _folder_of(directory: Path) -> Path | None:
 
 def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
     """The newest capture if newer than storage, others that retention would keep, and the wanted one; newest first."""
-    storage = _storage(store)
+    storage = newest_stored(store)
     steps = {step for one in store.checkpoints() if (step := parse_step(one.name)) is not None}
     loaded: list[_Loaded] = []
     with fs.folder(str(path)) as folder:
-        life = understood(path / LIFE, LIVES, read_kept(folder, LIFE, MOST_BYTES))
+        life = read_life(path, folder)
         left = {index: one for index, one in read_records(folder).items() if one.step not in steps}
-        stay = _worth_keeping(store, left.values()) if left else frozenset()
-        refuted = {one.plan_digest for index, one in left.items() if one.audited and _is_torn(folder, index, one)}
+        stay = worth_keeping(store, [(one.step, one.info) for one in left.values()]) if left else frozenset()
+        refuted = refuted_plans(folder, left, life)
         for index, record in sorted(left.items(), key=lambda item: -item[1].step):
             try:
-                _refuse_other_life(life, storage)
+                refuse_other_life(life, storage)
                 if record.step != wanted and (record.step < storage.step or (loaded and record.step not in stay)):
                     continue
-                if record.by_plan and record.plan_digest in refuted and not record.audited:
+                if is_void(record, refuted):
                     raise CorruptCheckpointError("it was captured by a plan that does not fit its job")
-                loaded.append(_Loaded(record, life.run_id, *_load(folder, index, record)))
+                loaded.append(_Loaded(record, life.run_id, *load(folder, index, record, life)[1:]))
             except (CorruptCheckpointError, UnsupportedError, ValidationError) as error:
                 logger.warning("step %d in host memory is passed over: %s", record.step, words_of(error))
     return loaded
 
 
-def _is_torn(folder: int, index: int, record: CaptureRecord) -> bool:
+def refuted_plans(folder: int, left: Mapping[int, CaptureRecord], life: RunLife) -> frozenset[str]:
+    """Digests of the plans that an audit of a capture, by buffer, refutes."""
+    audited = [(index, one) for index, one in left.items() if one.audited]
+    return frozenset(one.plan_digest for index, one in audited if _is_torn(folder, index, one, life))
+
+
+def is_void(record: CaptureRecord, refuted: Collection[str]) -> bool:
+    """Whether a capture was made by a refuted plan, and has no audit of its own that says more."""
+    return record.by_plan and record.plan_digest in refuted and not record.audited
+
+
+def _is_torn(folder: int, index: int, record: CaptureRecord, life: RunLife) -> bool:
     """Whether an audit refutes a capture, and the plan that made it."""
     if not record.by_plan:
         return False
     try:
-        _load(folder, index, record)
+        load(folder, index, record, life)
     except _TornError:
         return True
     except (CorruptCheckpointError, UnsupportedError, ValidationError):
@@ -198,13 +213,14 @@ def _is_torn(folder: int, index: int, record: CaptureRecord) -> bool:
     return False
 
 
-def _storage(store: Store) -> _NewestStored:
+def newest_stored(store: Store) -> NewestStored:
+    """What a run's captures must be newer than."""
     newest = next(iter(store.checkpoints()), None)
     step = None if newest is None else parse_step(newest.name)
-    return _NewestStored() if newest is None or step is None else _NewestStored(step, run_of(newest))
+    return NewestStored() if newest is None or step is None else NewestStored(step, run_of(newest))
 
 
-def _refuse_other_life(life: RunLife, storage: _NewestStored) -> None:
+def refuse_other_life(life: RunLife, storage: NewestStored) -> None:
     """Check that storage has all that the run knew it to have, and nothing of another run since."""
     whole = storage.step >= max(life.durable, life.base)
     its_own = storage.run_id in ("", life.run_id)  # the restore explains unreadable ones
@@ -212,20 +228,26 @@ def _refuse_other_life(life: RunLife, storage: _NewestStored) -> None:
         raise CorruptCheckpointError("storage is not what its run left there")
 
 
-def _worth_keeping(store: Store, left: Iterable[CaptureRecord]) -> frozenset[int]:
-    """The steps that stay for another reason than being new."""
-    known = [*store.look(), *(retention.known(one.step, one.info) for one in left)]
+def worth_keeping(store: Store, left: Iterable[tuple[int, Mapping[str, Any]]]) -> frozenset[int]:
+    """The steps that stay for another reason than being new. ``left``: captures, by step and ``info``."""
+    known = [*store.look(), *(retention.known(step, info) for step, info in left)]
     later = [retention.Known(MAX_STEP - number) for number in range(store.rules.keep_latest)]
     return retention.kept(store.rules, [*known, *later], MAX_STEP)
 
 
-def _load(folder: int, index: int, record: CaptureRecord) -> tuple[Layout, bytes, mmap.mmap]:
-    """A capture's layout, extra state and bytes. Raises CorruptCheckpointError if they do not match its record."""
+def load(
+    folder: int, index: int, record: CaptureRecord, life: RunLife
+) -> tuple[dict[str, Source], Layout, bytes, mmap.mmap]:
+    """What a capture's tensors are parts of, its layout, extra state and bytes.
+
+    Raises CorruptCheckpointError, UnsupportedError or ValidationError if they do not match its record.
+    """
     data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
     extra = read_kept(folder, f"buffer-{index}.extra", MAX_EXTRA_BYTES)
     if (xxhash.xxh3_128_hexdigest(data), xxhash.xxh3_128_hexdigest(extra)) != (record.layout, record.extra):
         raise CorruptCheckpointError("its layout or its extra state is damaged")
-    layout = make_layout([TensorRecord(**asdict(one)) for one in LAYOUTS.validate_json(data)])
+    tensors = LAYOUTS.validate_json(data)
+    layout = make_layout([one.record() for one in tensors], shard=life.rank, shards=life.ranks)
     memory = _map(folder, f"buffer-{index}", layout.buffer_bytes)
     view = memoryview(memory)
     for file in layout.files:  # another release may lay out files differently
@@ -237,7 +259,7 @@ def _load(folder: int, index: int, record: CaptureRecord) -> tuple[Layout, bytes
             kept.rule, address_of(view) + placed.staging_offset, placed.record.size_bytes
         ):
             raise _TornError(f"it is torn: {name} was written before its copy was made")
-    return layout, extra, memory
+    return {one.name: one.source.source() for one in tensors if one.source is not None}, layout, extra, memory
 
 
 def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
@@ -250,7 +272,7 @@ def _map(folder: int, name: str, least_bytes: int) -> mmap.mmap:
         fs.close_quietly(fd)
 
 
-def _delete_old(store: Store) -> None:
+def delete_old(store: Store) -> None:
     """Once the newest checkpoint proves whole, delete old ones that a dead run left, to make room."""
     complete, newest = store.look(), next(iter(store.checkpoints()), None)
     step = None if newest is None else parse_step(newest.name)
@@ -282,9 +304,12 @@ def _commit(store: Store, path: Path, one: _Loaded) -> None:
         ) from error
 
 
-def _tidy(own: Path | None, directory: Path) -> None:
-    """Free the memory of other dead jobs from which nobody can resume. This job holds ``directory``: no other starts
-    there.
+def tidy(own: Collection[Path], held: Path | None) -> None:
+    """Free the memory of other dead jobs from which nobody can resume.
+
+    Args:
+        own: folders that this job is to take.
+        held: the directory whose lock this process holds, so that no other job starts there.
     """
     try:
         names = fs.folder_names(str(records.ROOT))
@@ -293,20 +318,20 @@ def _tidy(own: Path | None, directory: Path) -> None:
     for name in filter(FOLDER.fullmatch, names):
         path = records.ROOT / name
         try:
-            if path != own and _is_orphan(path, directory):
+            if path not in own and _is_orphan(path, held):
                 remove(path)
         except (OSError, StorageError, ValidationError) as error:
             logger.debug("%s is left alone: %s", path, words_of(error))
 
 
-def _is_orphan(path: Path, held: Path) -> bool:
+def _is_orphan(path: Path, held: Path | None) -> bool:
     with fs.folder(str(path)) as folder:
         age_seconds = time.time() - os.fstat(folder).st_mtime
         if distrust_of(folder) is not None:
             return False
         young, known = age_seconds < YOUNG_SECONDS, fs.exists(OWNER, dir_fd=folder)
         owner = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)) if known else None
-        if young and (owner is None or not owner.is_of(held)):
+        if young and (owner is None or held is None or not owner.is_of(held)):
             return False  # do not even test its lock, which its job may be about to take
         if not is_free(folder):
             return False
@@ -319,11 +344,7 @@ def _is_orphan(path: Path, held: Path) -> bool:
         there = False
     if not there:
         return age_seconds > (_MOVED_SECONDS if _is_mounted(owner) else _OLD_SECONDS)
-    try:
-        mark = read_mark(Path(owner.directory))
-    except FileNotFoundError:
-        return True
-    if path.name != f"{PREFIX}{mark.token}":
+    if not is_marked(path, Path(owner.directory)):
         return True
     if age_seconds <= _STORED_SECONDS:
         return False

@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,10 @@ from checkflow.runtime.memory_tier.records import (
     boot_id,
     dump_layout,
     give_pages_back,
+    rank_mark,
     remove,
 )
+from checkflow.runtime.store.parts import Source
 from checkflow.runtime.system import fs, numa
 from checkflow.runtime.system.aligned_memory import map_address
 
@@ -68,7 +71,9 @@ class _Kept:
 
 
 class MemoryTier:
-    """The staging buffers of one job in shared memory. This process holds the lock of ``directory``."""
+    """The staging buffers of one job, or of one rank of a job, in shared memory. The job holds the lock of
+    ``directory``.
+    """
 
     def __init__(self, directory: Path, life: RunLife) -> None:
         self._directory, self._life = directory, life
@@ -118,9 +123,9 @@ class MemoryTier:
         if self._is_mine and self._unmarked:
             try:
                 with fs.folder(str(self._directory)) as beside:
-                    _publish(beside, MARK, MARKS.dump_json(Mark(self._token, boot_id())))
+                    _publish(beside, self._mark, MARKS.dump_json(Mark(self._token, boot_id())))
             except OSError as error:
-                self._warn(f"{self._directory / MARK} cannot be written: {error.strerror}")
+                self._warn(f"{self._directory / self._mark} cannot be written: {error.strerror}")
                 return False
             self._unmarked, self.survives = False, True
             if self._warned:
@@ -162,8 +167,9 @@ class MemoryTier:
         index = capture.buffer.index
         audited = {} if capture.digests is None else capture.digests.take()
         try:
+            layout = self._keep_layout(capture.layout, capture.sources)
             record = CaptureRecord(
-                capture.step, self._keep_layout(capture.layout), xxhash.xxh3_128_hexdigest(extra), capture.plan_digest,
+                capture.step, layout, xxhash.xxh3_128_hexdigest(extra), capture.plan_digest,
                 capture.by_plan, capture.digests is not None, capture.ties, capture.absent,
                 {name: KeptDigest(one.rule, f"{one.value:x}") for name, one in {**audited, **capture.settled}.items()},
                 to_info(info),
@@ -197,7 +203,7 @@ class MemoryTier:
 
     def close(self, *, leave: bool = False) -> None:
         """Free the memory; may be called again, also after an interrupt. ``leave``: the newest capture for the next
-        run.
+        run, or all of a rank's, since others may lack the newest.
         """
         if os.getpid() != self._pid:  # a forked child frees nothing
             return
@@ -206,13 +212,14 @@ class MemoryTier:
             if leave and self._path is not None and marked in (None, self._token):  # None: storage may be unreachable
                 newest = self.newest()
                 for index, memory in enumerate(self._memories):
-                    if self.step_of(index) != newest:
+                    step = self.step_of(index)
+                    if step == NOTHING or (step != newest and self._life.ranks == 1):
                         self.forget(index)
                         give_pages_back(memory)
             elif self._path is not None:
                 if marked == self._token:  # else it is another directory by now
                     with contextlib.suppress(OSError):
-                        os.unlink(self._directory / MARK)
+                        os.unlink(self._directory / self._mark)
                 for memory in self._memories:
                     give_pages_back(memory)
                 remove(self._path)
@@ -232,6 +239,10 @@ class MemoryTier:
         return self._folder is not None and os.getpid() == self._pid
 
     @property
+    def _mark(self) -> str:
+        return MARK if self._life.ranks == 1 else rank_mark(self._token)
+
+    @property
     def _open_folder(self) -> int:
         assert self._folder is not None
         return self._folder
@@ -240,7 +251,7 @@ class MemoryTier:
         """The token beside the checkpoints; None: unreadable."""
         try:
             with fs.folder(str(self._directory)) as beside:
-                return MARKS.validate_json(fs.read_small(MARK, MOST_BYTES, dir_fd=beside)).token
+                return MARKS.validate_json(fs.read_small(self._mark, MOST_BYTES, dir_fd=beside)).token
         except (OSError, ValidationError):
             return None
 
@@ -272,10 +283,10 @@ class MemoryTier:
             os.close(fd)
         return memory
 
-    def _keep_layout(self, layout: Layout) -> str:
+    def _keep_layout(self, layout: Layout, sources: Mapping[str, Source]) -> str:
         """Write a layout's file, once for each layout; returns its digest."""
         if id(layout) not in self._layouts:
-            data = dump_layout(layout)
+            data = dump_layout(layout, sources)
             digest = xxhash.xxh3_128_hexdigest(data)
             self._publish(f"layout-{digest}.json", data)
             self._layouts[id(layout)] = layout, digest

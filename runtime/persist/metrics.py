@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from checkflow.core.errors import CheckflowError
@@ -22,10 +23,15 @@ logger = logging.getLogger("checkflow")
 
 
 class Metrics:
-    """Recorded by the training thread, used by the writer's."""
+    """Recorded by the training thread, used by the writer's.
 
-    def __init__(self, store: Store | SharedStore) -> None:
-        self._store = store
+    Args:
+        ranked: of several ranks: the best checkpoints at the start. All ranks judge states by these and by what is
+            recorded since, which is the same on all, and so they capture the same boundaries.
+    """
+
+    def __init__(self, store: Store | SharedStore, ranked: Sequence[Known] | None = None) -> None:
+        self._store, self._ranked = store, ranked
         self._mutex = threading.Lock()
         self._recorded: dict[int, dict[str, float]] = {}  # by step
         self._late: set[int] = set()  # steps whose manifests may lack metrics
@@ -56,7 +62,12 @@ class Metrics:
         rules = self.rules
         if not rules.keep_best or not (recorded := self._of(step)):
             return False
-        return step in retention.best(rules, [*self._others(step), Known(step, False, recorded)])[: rules.keep_best]
+        others = self._others(step) if self._ranked is None else [one for one in self._ranked if one.step != step]
+        judged = [*others, Known(step, False, recorded)]
+        best = retention.best(rules, judged)[: rules.keep_best]
+        if self._ranked is not None:
+            self._ranked = [one for one in judged if one.step in best]
+        return step in best
 
     def is_there(self, step: int) -> bool:
         """Whether this boundary has a checkpoint, or a capture that will become one."""
@@ -79,7 +90,7 @@ class Metrics:
     def warn_missing(self) -> None:
         """At the end of training, warn if the metric that ranks checkpoints was never recorded."""
         rules = self.rules
-        if rules.keep_best and rules.monitor not in self._names:
+        if isinstance(self._store, Store) and rules.keep_best and rules.monitor not in self._names:
             recorded = f", but {', '.join(sorted(self._names))}" if self._names else ""
             logger.warning("keep_best=%d: no metric %s was recorded%s", rules.keep_best, rules.monitor, recorded)
 

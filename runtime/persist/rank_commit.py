@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from checkflow.core.errors import CheckflowError, StorageError, first_fault
 from checkflow.runtime.format import codec
-from checkflow.runtime.format.layout import file_image
+from checkflow.runtime.format.layout import Layout, file_image
 from checkflow.runtime.format.manifest import BLOCK_BYTES, STAGES
 from checkflow.runtime.ranks import receipts
 from checkflow.runtime.ranks.council import Council
@@ -24,7 +24,7 @@ from checkflow.runtime.ranks.meeting import wait_until
 from checkflow.runtime.ranks.records import Attempt, Receipt
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.store.files import step_name
-from checkflow.runtime.store.parts import Gathered, Written, commit_ranks, folder_name, write_part
+from checkflow.runtime.store.parts import Gathered, Source, Written, commit_ranks, folder_name, write_part
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store, reported
 from checkflow.runtime.system import fs
@@ -34,6 +34,7 @@ logger = logging.getLogger("checkflow")
 #: What all ranks must have alike: otherwise they are at different iterations.
 _ALIKE = ("iteration", "epoch", "position", "turns")
 _WRITTEN: TypeAdapter[Written] = TypeAdapter(Written)
+_T = TypeVar("_T")
 _VERDICT_TIMES = 3  # as long as for receipts: rank 0 waits for these, writes and syncs
 
 
@@ -46,8 +47,18 @@ class RankCommit:
 
     def __init__(self, council: Council, store: Store | SharedStore) -> None:
         self._council, self._store = council, store
-        self._attempt = 0  # the last one of this rank
+        # The last one of this rank. Those of the start are of a dead run.
+        self._attempt = max((one.number for one in council.view.attempts), default=0)
+        self._of_start = self._attempt
         self._persist_seconds = 0.0  # of this rank's last files
+
+    @property
+    def rank(self) -> int:
+        return self._council.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._council.world_size
 
     def commit(self, capture: Capture, extra: bytes, info: Mapping[str, Any]) -> Path:
         """Commit a capture with all other ranks'. When it returns, the version survives a power cut.
@@ -87,13 +98,17 @@ class RankCommit:
         council, step = self._council, capture.step
         path = self._store.directory / step_name(step)
         patience_seconds = receipts.wait_seconds(self._persist_seconds) + council.view.capture_seconds
-        if any((one.step, one.ended) == (step, "committed") for one in council.view.attempts):
+        mine = [one for one in council.view.attempts if one.number > self._of_start]
+        if any((one.step, one.ended) == (step, "committed") for one in mine):
             return path  # it was tried again here, since rank 0's word came late
         attempt = council.await_attempt(step, patience_seconds, after=self._attempt)
         self._attempt = attempt.number
         try:
             with reported(f"cannot write rank {council.rank}'s part of step {step} to {self._store.directory}"):
-                receipt = self._write_into(attempt, capture, extra, patience_seconds)
+                receipt = write_into(
+                    council, self._store, attempt, patience_seconds,
+                    lambda folder: self._write(folder, attempt, capture, extra),
+                )  # fmt: skip
         except CheckflowError as error:
             council.post_receipt(self._receipt(attempt, failure=" ".join(str(error).split())))
             raise
@@ -101,48 +116,60 @@ class RankCommit:
         council.await_verdict(attempt, _VERDICT_TIMES * patience_seconds)
         return path
 
-    def _write_into(self, attempt: Attempt, capture: Capture, extra: bytes, wait_seconds: float) -> Receipt:
-        """Write into the directory that rank 0 makes for this attempt, as soon as it is there."""
-        name = folder_name(capture.step, self._store.run_id, str(attempt.number))
-        with fs.folder(str(self._store.directory)) as root:
-
-            def opened() -> int | None:
-                try:
-                    return fs.open_folder(name, dir_fd=root)
-                except FileNotFoundError:
-                    found = self._council.view.attempt(attempt.number)
-                    if found is not None and found.ended:
-                        raise StorageError(f"step {capture.step} was not saved: {found.reason}") from None
-                    return None
-
-            folder: int | None = wait_until(opened, wait_seconds)
-            if folder is None:
-                raise StorageError(f"{name} of rank 0 is not seen here: do all ranks see one directory?")
-            try:
-                return self._write(folder, attempt, capture, extra)
-            finally:
-                fs.close_quietly(folder)
-
     def _write(self, folder: int, attempt: Attempt, capture: Capture, extra: bytes) -> Receipt:
         begun = time.perf_counter()
-        council, staging = self._council, capture.buffer.view
-        known = codec.decode(extra)
-        alike = codec.encode({name: known[name] for name in _ALIKE})
-        written = write_part(
-            folder, council.rank, council.world_size, capture.layout,
-            lambda file: file_image(file, staging, BLOCK_BYTES), capture.sources,
-            extra=extra if council.rank else None, ties=capture.ties, absent=capture.absent,
-            extra_digest=xxhash.xxh3_128_hexdigest(alike),
+        written = write_staged(
+            folder, self._council.rank, self._council.world_size, capture.layout, capture.buffer.view, capture.sources,
+            extra, ties=capture.ties, absent=capture.absent,
         )  # fmt: skip
         self._persist_seconds = time.perf_counter() - begun
         return self._receipt(attempt, written=_WRITTEN.dump_json(written).decode())
 
     def _receipt(self, attempt: Attempt, **more: Any) -> Receipt:
-        council = self._council
-        return Receipt(
-            council.rank, council.world_size, council.generation, attempt.number, attempt.step,
-            persist_seconds=self._persist_seconds, **more,
-        )  # fmt: skip
+        return receipt_of(self._council, attempt, persist_seconds=self._persist_seconds, **more)
+
+
+def receipt_of(council: Council, attempt: Attempt, **more: Any) -> Receipt:
+    """This rank's receipt of an attempt."""
+    return Receipt(council.rank, council.world_size, council.generation, attempt.number, attempt.step, **more)
+
+
+def write_into(
+    council: Council, store: Store | SharedStore, attempt: Attempt, wait_seconds: float, write: Callable[[int], _T]
+) -> _T:
+    """Write into the directory that rank 0 makes for this attempt, given a descriptor of it, as soon as it is there."""
+    name = folder_name(attempt.step, store.run_id, str(attempt.number))
+    with fs.folder(str(store.directory)) as root:
+
+        def opened() -> int | None:
+            try:
+                return fs.open_folder(name, dir_fd=root)
+            except FileNotFoundError:
+                found = council.view.attempt(attempt.number)
+                if found is not None and found.ended:
+                    raise StorageError(f"step {attempt.step} was not saved: {found.reason}") from None
+                return None
+
+        folder: int | None = wait_until(opened, wait_seconds)
+        if folder is None:
+            raise StorageError(f"{name} of rank 0 is not seen here: do all ranks see one directory?")
+        try:
+            return write(folder)
+        finally:
+            fs.close_quietly(folder)
+
+
+def write_staged(
+    folder: int, rank: int, ranks: int, layout: Layout, staging: memoryview, sources: Mapping[str, Source],
+    extra: bytes, **more: Any,
+) -> Written:  # fmt: skip
+    """Write a rank's capture, as :func:`.store.parts.write_part` does. Rank 0's extra state is left to the commit."""
+    known = codec.decode(extra)
+    alike = codec.encode({name: known[name] for name in _ALIKE})
+    return write_part(
+        folder, rank, ranks, layout, lambda file: file_image(file, staging, BLOCK_BYTES), sources,
+        extra=extra if rank else None, extra_digest=xxhash.xxh3_128_hexdigest(alike), **more,
+    )  # fmt: skip
 
 
 def _loads(receipt: Receipt) -> Written:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.snapshot.executor import Execution
-from checkflow.runtime.store.retention import EPOCH_END
+from checkflow.runtime.store.retention import EPOCH_END, Known
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.transfer.engine import CopyEngine
@@ -50,11 +50,13 @@ class Saving:
         audit: every how many captures to audit; 0: only the first ones.
         base: the step that the job resumed from, and the run that made it.
         ranks: commits with all other ranks, if there are several.
+        ranked: the best checkpoints at the start, by which all ranks judge.
     """
 
     def __init__(
         self, store: Store | SharedStore, device: torch.device, *, each: bool, host_buffers: int, audit: int,
         base: tuple[int, str] = (NOTHING, ""), ranks: RankCommit | None = None,
+        ranked: Sequence[Known] | None = None,
     ) -> None:  # fmt: skip
         self._store, self._each, self._audit_every = store, each, audit
         self.host_buffers = host_buffers
@@ -62,16 +64,16 @@ class Saving:
         # Rank 0's writer decides which captures give way to newer ones. Others keep what it may still ask for.
         follows = isinstance(store, SharedStore)
         self._base_step = None if base[0] == NOTHING else base[0]
-        self.metrics = Metrics(store)
+        self.metrics = Metrics(store, ranked)
         self.captures = 0
         self.newest: tuple[int, float] | None = None  # step of the newest capture, and time.monotonic at its begin
         self._held_back: set[int] = set()  # steps of captures that stay in host memory for now
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
-            self.tier = MemoryTier(store.directory, RunLife(store.run_id, *base))
-            # A single buffer is seldom complete; and of several ranks, all would have to outlive their processes.
-            tier = self.tier if host_buffers > 1 and ranks is None else None
+            rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+            self.tier = MemoryTier(store.directory, RunLife(store.run_id, *base, rank=rank, ranks=world_size))
+            tier = self.tier if host_buffers > 1 else None  # a single buffer is seldom complete
             self.buffers = StagingBuffers(host_buffers + follows, locking, self._urge, tier)
             undo.callback(self.buffers.close)
             self.writer = Writer(
@@ -187,18 +189,13 @@ class Saving:
         extra = capture.extra if isinstance(capture.extra, bytes) else capture.extra()
         info = {**capture.info, **self.metrics.info(capture.step)}
         if self._ranks is not None:
-            return self._ranks.commit(capture, extra, info)
-        assert isinstance(self._store, Store)
-        path = self._store.commit(
-            capture.step,
-            capture.layout,
-            capture.buffer.view,
-            extra,
-            info,
-            ties=capture.ties,
-            absent=capture.absent,
-            plan_digest=capture.plan_digest,
-        )
+            path = self._ranks.commit(capture, extra, info)
+        else:
+            assert isinstance(self._store, Store)
+            path = self._store.commit(
+                capture.step, capture.layout, capture.buffer.view, extra, info,
+                ties=capture.ties, absent=capture.absent, plan_digest=capture.plan_digest,
+            )  # fmt: skip
         self.tier.stored(capture.step)
         return path
 

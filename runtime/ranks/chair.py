@@ -74,6 +74,7 @@ class Chair:
         self._board = Board(generation, 0, world_size)
         self._receipts: dict[int, Receipt] = {}  # of the open attempt
         self._deadline, self._opened = math.inf, now  # of the open attempt
+        self._given_seconds: float | None = None  # for its receipts
         self._numbers = 0
 
     # What comes in
@@ -93,27 +94,44 @@ class Chair:
             return
         self._receipts.setdefault(receipt.rank, receipt)
         if receipt.rank == 0 and self._deadline == math.inf:
-            self._deadline = now + wait_seconds(receipt.persist_seconds) + self._board.capture_seconds
+            patience_seconds = wait_seconds(receipt.persist_seconds) + self._board.capture_seconds
+            self._deadline = now + (patience_seconds if self._given_seconds is None else self._given_seconds)
 
     # What rank 0 decides
 
     def schedule(self, schedule: Schedule) -> None:
         self._board = replace(self._board, schedule=schedule)
 
+    def reclaim(self, run_id: str, dead_run_id: str) -> None:
+        """All ranks have come: each attempt until :meth:`resume` puts a dead run's captures on storage."""
+        if self._board.start.stage == "reports":
+            self._board = replace(self._board, start=Start("reclaim", run_id=run_id, dead_run_id=dead_run_id))
+
+    def tell_best(self, best: tuple[tuple[int, float], ...]) -> None:
+        """The best checkpoints on storage, by which all ranks judge further ones."""
+        self._board = replace(self._board, start=replace(self._board.start, best=best))
+
     def resume(self, step: int | None, run_id: str) -> None:
         """All ranks have come: they restore this step, or begin anew."""
-        if self._board.start.stage == "reports":
+        start = self._board.start
+        if start.stage in ("reports", "reclaim"):
             names = {card.start.names for card in self.cards.values() if card.start is not None}
-            self._board = replace(self._board, start=Start("restore", step, run_id, len(names) > 1))
+            start = replace(start, stage="restore", step=step, run_id=run_id, pipelined=len(names) > 1)
+            self._board = replace(self._board, start=start)
 
-    def open(self, step: int, now: float) -> int:
-        """Open an attempt to write a version; returns its number. An open one before it has failed."""
+    def open(self, step: int, now: float, patience_seconds: float | None = None) -> int:
+        """Open an attempt to write a version; returns its number. An open one before it has failed.
+
+        Args:
+            patience_seconds: for the other ranks' receipts, from rank 0's own one on; None: by what that one says.
+        """
         if self.open_attempt is not None:
             self.conclude(self.open_attempt.number, "failed", f"step {step} was begun before it was complete")
         self._numbers += 1
         attempts = (*self._board.attempts, Attempt(self._numbers, step))[-_ATTEMPTS:]
         self._board = replace(self._board, attempts=attempts)
         self._receipts, self._deadline, self._opened = {}, math.inf, now
+        self._given_seconds = patience_seconds
         return self._numbers
 
     def conclude(self, number: int, ended: Ended, reason: str = "", missing: tuple[int, ...] = ()) -> None:
@@ -234,5 +252,8 @@ class Chair:
         return now >= self._deadline
 
     def _skipped(self, rank: int, step: int) -> bool:
+        """Whether a rank has no capture of a boundary, and will have none. It may capture the last one that it has
+        passed, if a metric is recorded there.
+        """
         card = self.cards.get(rank)
-        return card is not None and card.passed >= step >= card.since and step not in card.captured
+        return card is not None and card.passed > step >= card.since and step not in card.captured

@@ -29,6 +29,7 @@ _SECONDS_A_RANK = 5e-5  # at least so many for each rank, or they would keep the
 _BEAT_SECONDS = 1.0
 _MARGIN_SECONDS = 5.0  # for rank 0's word after its own deadline
 _CLOSE_SECONDS = 2.0
+RECLAIM_SECONDS = 1800.0  # for each version of a dead run; a rank that ends or cannot write ends the wait at once
 _T = TypeVar("_T")
 
 
@@ -81,12 +82,15 @@ class Council:
         report: StartReport,
         choose: Callable[[Mapping[int, StartReport]], int | None] | None = None,
         run_id: str = "",
+        assist: Callable[[Start, Attempt], None] = lambda start, attempt: None,
     ) -> Start:
         """Come to the start with all ranks; returns what rank 0 says: the step that all restore, and the run's id.
 
         Args:
-            choose: rank 0's: the step, from all ranks' reports; None to begin anew.
+            choose: rank 0's: the step, from all ranks' reports; None to begin anew. After :meth:`reclaim` it may make
+                attempts.
             run_id: rank 0's.
+            assist: another rank's: called with each such attempt, it posts a receipt.
 
         Raises:
             MissingShardsError: a rank did not come, or ended; ``ranks`` names it.
@@ -104,7 +108,26 @@ class Council:
                 raise
             self._tell(lambda member, chair, now: None if chair is None else chair.resume(step, run_id))
         self._await_start(lambda: self.view.start.stage != "reports" or None, 2 * self._start_seconds)
+        assisted = 0
+        while (start := self.view.start).stage == "reclaim":
+
+            def begun(after: int = assisted) -> Attempt | bool | None:
+                """A further attempt; True: there are no more."""
+                if self.view.start.stage != "reclaim":
+                    return True
+                newest = self.view.attempts[-1] if self.view.attempts else None
+                return newest if newest is not None and newest.number > after and not newest.ended else None
+
+            found = self._await_start(begun, RECLAIM_SECONDS)
+            if isinstance(found, Attempt):
+                assisted = found.number
+                if self.rank:
+                    assist(start, found)
         return self.view.start
+
+    def reclaim(self, run_id: str, dead_run_id: str) -> None:
+        """Rank 0, in ``choose``: the attempts that follow put a dead run's captures on storage, before the start."""
+        self._tell(lambda member, chair, now: None if chair is None else chair.reclaim(run_id, dead_run_id))
 
     def agree_restored(self, report: StartReport, wait_seconds: float) -> None:
         """This rank has restored; returns when all have, and their replicas agree. Raises as :meth:`agree_start`."""
@@ -118,6 +141,10 @@ class Council:
         refusal = starting.refusal_of(error, self.rank)
         self._tell(lambda member, chair, now: member.refuse(refusal))
         self._wait(lambda: self.view.refusal, _MARGIN_SECONDS)
+
+    def tell_best(self, best: tuple[tuple[int, float], ...]) -> None:
+        """Rank 0, in ``choose``: the best ranked checkpoints, by step and metric."""
+        self._tell(lambda member, chair, now: None if chair is None else chair.tell_best(best))
 
     def _await_start(self, happened: Callable[[], _T | None], wait_seconds: float) -> _T:
         def settled() -> _T | CheckflowError | None:
@@ -192,13 +219,17 @@ class Council:
         """What checkpoints have cost this rank so far. Rank 0 finds those of all in its ``overview``."""
         self._tell(lambda member, chair, now: member.tell_costs(held_seconds, copied_bytes, written_bytes, failed))
 
-    def open_attempt(self, step: int) -> Attempt:
-        """Rank 0: begin to write a version. The others' :meth:`await_attempt` returns."""
+    def open_attempt(self, step: int, patience_seconds: float | None = None) -> Attempt:
+        """Rank 0: begin to write a version. The others' :meth:`await_attempt` returns.
+
+        Args:
+            patience_seconds: for the others' receipts; None: by what rank 0 needed for its own.
+        """
         answer: queue.SimpleQueue[int] = queue.SimpleQueue()
 
         def open_it(member: Member, chair: Chair | None, now: float) -> None:
             assert chair is not None, "rank 0 opens attempts"
-            answer.put(chair.open(step, now))
+            answer.put(chair.open(step, now, patience_seconds))
 
         self._tell(open_it)
         found = self._wait(lambda: None if answer.empty() else answer.get(), _MARGIN_SECONDS)
@@ -240,8 +271,13 @@ class Council:
         self._patience_seconds = receipts.wait_seconds(receipt.persist_seconds) + self.view.capture_seconds
         self._tell(lambda member, chair, now: member.post(receipt))
 
-    def collect(self, attempt: Attempt, coverage: receipts.Coverage) -> tuple[Receipt, ...]:
+    def collect(
+        self, attempt: Attempt, coverage: receipts.Coverage, patience_seconds: float | None = None
+    ) -> tuple[Receipt, ...]:
         """Rank 0, after its own receipt: all ranks' receipts, which make a version. :meth:`conclude` comes next.
+
+        Args:
+            patience_seconds: as for :meth:`open_attempt`.
 
         Raises:
             MissingShardsError: a rank's receipt did not come in time, or cannot come; ``ranks`` names it.
@@ -257,7 +293,8 @@ class Council:
             return found if number == attempt.number else None
 
         # The chair ends the attempt at its deadline, and this wait with it.
-        found: Any = self._wait(whole, self._patience_seconds + _MARGIN_SECONDS)
+        wait_seconds = self._patience_seconds if patience_seconds is None else patience_seconds
+        found: Any = self._wait(whole, wait_seconds + _MARGIN_SECONDS)
         if found is None:
             raise StorageError(f"step {attempt.step} was not saved: the council of the ranks does not answer")
         if isinstance(found, Attempt):

@@ -75,7 +75,8 @@ class StartReport:
 
     Attributes:
         job: digest of what must be the same on all ranks: arguments and names of the state.
-        steps: that this rank could restore, by itself, from host memory.
+        kept: what dead ranks have left in this machine's host memory, as JSON. The council does not read it: whoever
+            puts it on storage does.
         restored: whether the agreed step is restored here.
         replicas: digests of replicated state after the restore, by name of the group that must agree.
         names: digest of the names of the models' tensors: pipeline stages have others.
@@ -84,7 +85,7 @@ class StartReport:
 
     __pydantic_config__ = STRICT
     job: str = ""
-    steps: Many[Step] = ()
+    kept: str = ""
     restored: bool = False
     replicas: Named[str, str] = field(default_factory=dict)
     names: str = ""
@@ -96,16 +97,21 @@ class Start:
     """Rank 0's word on the start.
 
     Attributes:
-        stage: reports are awaited, all restore ``step`` (None: begin anew), training.
-        run_id: of this run, from "restore" on.
+        stage: reports are awaited, what dead ranks had captured is put on storage, all restore ``step`` (None: begin
+            anew), training.
+        run_id: of this run, from "reclaim" on.
+        dead_run_id: of the run whose captures are put on storage.
         pipelined: whether ranks are pipeline stages, which hold other tensors; from "restore" on.
+        best: the best ranked checkpoints on storage, by step and metric, from "restore" on.
     """
 
     __pydantic_config__ = STRICT
-    stage: Literal["reports", "restore", "train"] = "reports"
+    stage: Literal["reports", "reclaim", "restore", "train"] = "reports"
     step: Step | None = None
     run_id: str = ""
     pipelined: bool = False
+    dead_run_id: str = ""
+    best: Many[tuple[Step, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -36,13 +36,13 @@ from checkflow.runtime.state.collect import (
     share_lazy_state,
 )
 from checkflow.runtime.state.meshes import RankView
-from checkflow.runtime.store.discovery import open_verified, refuse
+from checkflow.runtime.store.discovery import open_verified, recover
 from checkflow.runtime.store.files import has_manifest, step_name
 from checkflow.runtime.store.filling import fill_all
 from checkflow.runtime.store.parts import narrow_to
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.store.trust import ForeignError, Trust
+from checkflow.runtime.store.trust import Trust
 from checkflow.runtime.system.aligned_memory import no_collection
 
 logger = logging.getLogger("checkflow")
@@ -51,6 +51,7 @@ _Job = tuple[
     Mapping[str, nn.Module], Mapping[str, torch.optim.Optimizer], Mapping[str, Stateful], Collection[str] | None
 ]
 _Extra = Mapping[str, Any]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -127,17 +128,39 @@ def resume_from(
 
 
 def _resume(store: Store, mode: str | int, found: _Restore) -> Resumed | None:
+    def exactly(path: Path) -> Resumed:
+        with open_verified(path, store.trust) as checkpoint:  # whole first: no other one could repair a half restore
+            return found.run(checkpoint)
+
+    return as_asked(store, mode, exactly, lambda: _restore_newest(store, found, anew=mode == "auto"))
+
+
+def as_asked(
+    store: Store, mode: str | int, exactly: Callable[[Path], _T], newest: Callable[[], _T | None]
+) -> _T | None:
+    """What a job with ``Checkpointer(resume=mode)`` goes on from; None: it starts anew.
+
+    Args:
+        exactly: takes the checkpoint of the step asked for.
+        newest: takes the newest one, if there is one.
+
+    Raises:
+        StorageError: the mode demands a checkpoint that does not exist, or an empty directory; and what these raise.
+    """
+    paths = store.checkpoints()
     if mode == "never":
-        if paths := store.checkpoints():
+        if paths:
             raise StorageError(f'resume="never", but {store.directory} holds {paths[0].name}: choose another one')
         return None
     if isinstance(mode, int):
-        with _open(store, mode) as checkpoint:
-            return found.run(checkpoint)
-    resumed = _restore_newest(store, found, anew=mode == "auto")
-    if resumed is None and mode == "must":
+        path = store.directory / step_name(mode)
+        if path not in paths:
+            raise StorageError(f"resume={mode}, but {store.directory} holds no checkpoint of that step")
+        return exactly(path)
+    found = newest()
+    if found is None and mode == "must":
         raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
-    return resumed
+    return found
 
 
 def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | None:
@@ -146,27 +169,21 @@ def _restore_newest(store: Store, found: _Restore, *, anew: bool) -> Resumed | N
     If the job may start ``anew``, the oldest checkpoint is verified whole first: after damage its state must be
     unchanged.
     """
-    unreadable: StorageError | None = None
     paths = store.checkpoints()
     older = 0  # index of the next older one with a manifest; kept, since there may be many
-    for number, path in enumerate(paths, 1):
-        try:
-            if older < number:
-                older = next((n for n in range(number, len(paths)) if has_manifest(paths[n])), len(paths))
-            first = anew and not found.begun and older == len(paths)
-            with open_checkpoint(path, ahead=not first, trust=store.trust) as checkpoint:
-                if first:
-                    checkpoint.verify()
-                return found.run(checkpoint)
-        except ForeignError:  # only the user may choose an older one instead
-            raise
-        except StorageError as error:
-            refuse(path, error, store.set_aside)
-            if not isinstance(error, CorruptCheckpointError):
-                unreadable = unreadable or error
-    if unreadable is not None:
-        raise unreadable
-    return None
+
+    def take(path: Path) -> Resumed:
+        nonlocal older
+        number = paths.index(path) + 1
+        if older < number:
+            older = next((n for n in range(number, len(paths)) if has_manifest(paths[n])), len(paths))
+        first = anew and not found.begun and older == len(paths)
+        with open_checkpoint(path, ahead=not first, trust=store.trust) as checkpoint:
+            if first:
+                checkpoint.verify()
+            return found.run(checkpoint)
+
+    return recover(paths, take, store.set_aside)
 
 
 @contextlib.contextmanager
@@ -177,14 +194,6 @@ def naming(path: Path) -> Iterator[None]:
     except MismatchError as error:
         found = str(error).removeprefix(f"{path}: ")
         raise MismatchError(f"{path}: {found}; run the job as it was, or pass another directory") from error
-
-
-def _open(store: Store, step: int) -> Checkpoint:
-    """Open exactly this checkpoint, verified whole first: no other one could repair a half restore."""
-    for path in store.checkpoints():
-        if path.name == step_name(step):
-            return open_verified(path, store.trust)
-    raise StorageError(f"resume={step}, but {store.directory} holds no checkpoint of that step")
 
 
 def restore(

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from checkflow.core.errors import CorruptCheckpointError, StorageError
 from checkflow.runtime.store.files import parse_step
@@ -16,6 +17,7 @@ from checkflow.runtime.store.trust import ForeignError, Trust
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
+_T = TypeVar("_T")
 
 
 def find(directory: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -55,7 +57,7 @@ def find_valid(directory: str | os.PathLike[str], trust: Trust | None = None) ->
         passed.clear()
         found, failed = None, None
         try:
-            found = _newest_valid(paths, pass_over, trust)
+            found = _newest(paths, lambda path: open_verified(path, trust), pass_over)
         except StorageError as error:
             failed = error
         if found is not None and not passed:
@@ -77,13 +79,14 @@ def find_valid(directory: str | os.PathLike[str], trust: Trust | None = None) ->
             return None
 
 
-def recover(paths: tuple[Path, ...], trust: Trust, set_aside: Callable[[Path], Path]) -> Checkpoint | None:
-    """The newest checkpoint that is whole, byte for byte, for a training job to go on from; None if there is none.
+def recover(paths: tuple[Path, ...], take: Callable[[Path], _T], set_aside: Callable[[Path], Path]) -> _T | None:
+    """What ``take`` makes of the newest checkpoint that it can read, for a training job to go on from; None if there is
+    none.
 
     A damaged one is set aside and an unreadable one skipped, in favour of the next older one. Raises StorageError if
     checkpoints exist but none can be read: starting from scratch would be wrong.
     """
-    return _newest_valid(paths, lambda path, error: refuse(path, error, set_aside), trust)
+    return _newest(paths, take, lambda path, error: refuse(path, error, set_aside))
 
 
 def refuse(path: Path, error: StorageError, set_aside: Callable[[Path], Path]) -> None:
@@ -99,14 +102,14 @@ def refuse(path: Path, error: StorageError, set_aside: Callable[[Path], Path]) -
         logger.error("the checkpoint %s is damaged (%s); set aside as %s", path, error, moved.name)
 
 
-def _newest_valid(
-    paths: tuple[Path, ...], refused: Callable[[Path, StorageError], None], trust: Trust | None = None
-) -> Checkpoint | None:
+def _newest(
+    paths: tuple[Path, ...], take: Callable[[Path], _T], refused: Callable[[Path, StorageError], None]
+) -> _T | None:
     unreadable: StorageError | None = None
     for path in paths:
         try:
-            return open_verified(path, trust)
-        except ForeignError:
+            return take(path)
+        except ForeignError:  # only the user may choose an older one instead
             raise
         except StorageError as error:
             refused(path, error)

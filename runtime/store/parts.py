@@ -74,12 +74,12 @@ class Gathered:
 
     Args:
         written: by rank.
-        extra: the content of ``state.msgpack``, rank 0's.
+        extra: the content of ``state.msgpack``, rank 0's; None: it is among what was written.
         info: joins the manifest's where only the ranks together know it.
     """
 
     written: Sequence[Written]
-    extra: bytes
+    extra: bytes | None
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -182,6 +182,7 @@ def commit_ranks(
     info: Mapping[str, Any],
     plan_digest: str = "",
     retire: bool = True,
+    run_id: str | None = None,
 ) -> Path:
     """Commit what all ranks write. When this returns, the version survives a power cut; if it raises, there is none.
 
@@ -189,7 +190,8 @@ def commit_ranks(
         attempt: another one each time, of letters, digits, ``_``, ``.``, ``-``.
         gather: called with descriptors of the store's directory and of the attempt's, which exists from now on.
             Returns when all ranks have written.
-        info: the manifest's, which retention reads, as :meth:`.store.Store.commit` takes it.
+        info: the manifest's, which retention reads; and ``retire`` and ``run_id``: as :meth:`.store.Store.commit` takes
+            them.
 
     Raises:
         MismatchError: ranks contradict each other: about a tensor, or about what covers it.
@@ -202,12 +204,17 @@ def commit_ranks(
         try:
             gathered = gather(root, folder)  # (3)
             described = join(
-                gathered.written, step, store.run_id, plan_digest, manifest.to_info({**info, **gathered.info})
+                gathered.written,
+                step,
+                store.run_id if run_id is None else run_id,
+                plan_digest,
+                manifest.to_info({**info, **gathered.info}),
             )
             for name, entry in described.files.items():
                 _refuse_size(folder, name, entry)
-            extra = write_file(folder, manifest.EXTRA, iter([memoryview(gathered.extra)]))
-            described = dataclasses.replace(described, files={**described.files, manifest.EXTRA: extra})
+            if gathered.extra is not None:
+                extra = write_file(folder, manifest.EXTRA, iter([memoryview(gathered.extra)]))
+                described = dataclasses.replace(described, files={**described.files, manifest.EXTRA: extra})
             write_file(folder, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))  # (4)
             sync_folder(folder)  # (5)
         finally:

@@ -17,6 +17,7 @@ import pytest
 from checkflow.core import run_report
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from tests.support.rank_jobs import numbered, rank_job, run_job
@@ -176,6 +177,20 @@ def test_rank_0_decides_which_boundaries_all_ranks_save(tmp_path: Path, every: s
     ends = [job.last(rank, "ended") for rank in range(2)]
     assert [end["durable"] for end in ends] == [180] * 2
     assert ends[0]["committed"] > max(2, ends[0]["failed"])  # a rank that learns too late of a boundary voids it
+
+
+@pytest.mark.slow
+def test_all_ranks_save_the_best_states_and_no_others(tmp_path: Path) -> None:
+    """Each judges by what all know: the best on storage at the start, and the metrics since."""
+    directory, folder, losses = tmp_path / "all", numbered(tmp_path), "3,1,2,1.5,1.2,0.5"
+    first = run_job(folder(), 2, directory, "ddp", 4, every=1000, losses=losses)
+    assert [path.name for path in find(directory)] == [step_name(24), step_name(12)]
+    second = run_job(folder(), 2, directory, "ddp", 6, every=1000, losses=losses)
+    assert [path.name for path in find(directory)] == [step_name(36), step_name(24)]
+    for job, captured in ((first, 3), (second, 1)):
+        for rank in range(2):
+            end = job.last(rank, "ended")
+            assert (end["captures"], end["committed"], end["failed"]) == (captured, captured, 0)
 
 
 @pytest.mark.slow

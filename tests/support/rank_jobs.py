@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from checkflow.runtime.memory_tier.records import LIFE, PREFIX
+from checkflow.runtime.memory_tier.records import ROOT as ROOT_OF_MEMORY
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -19,14 +21,21 @@ PROGRAM = Path(__file__).parent / "programs" / "ranks_job.py"
 
 
 class RankJob:
-    """One run of ``ranks_job.py``; its logs lie in ``folder``, which is the run's own."""
+    """One run of ``ranks_job.py``; its logs lie in ``folder``, which is the run's own.
 
-    def __init__(self, folder: Path, ranks: int, directory: Path, kind: str, epochs: int, **options: Any) -> None:
+    Args:
+        restarts: how often torchrun starts all ranks again, after one has failed.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: int, directory: Path, kind: str, epochs: int, *, restarts: int = 0, **options: Any
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.ranks = folder, ranks
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(PROGRAM),
-            str(directory), kind, str(epochs), *(f"{name}={value}" for name, value in options.items()),
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+            f"--max-restarts={restarts}", "--monitor-interval=0.1", str(PROGRAM), str(directory), kind, str(epochs),
+            *(f"{name}={value}" for name, value in options.items()),
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.output = (folder / "output").open("wb")
@@ -78,6 +87,28 @@ class RankJob:
     def close(self) -> None:
         self.kill_all()
         self.output.close()
+
+
+def kept_by_ranks(directory: Path) -> dict[int, set[int]]:
+    """By rank, the steps that host memory has; of a job that may be at work on it."""
+    found: dict[int, set[int]] = {}
+    for mark in directory.glob(".memory-*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            folder = folder_of_rank(mark)
+            records = [json.loads(path.read_text())["step"] for path in folder.glob("buffer-*.json")]
+            found[json.loads((folder / LIFE).read_text())["rank"]] = set(records)
+    return found
+
+
+def folder_of_rank(mark: Path) -> Path:
+    token: str = json.loads(mark.read_text())["token"]
+    return ROOT_OF_MEMORY / f"{PREFIX}{token}"
+
+
+def is_kept(directory: Path, step: int, ranks: int) -> bool:
+    """Whether host memory of all ranks has this step."""
+    found = kept_by_ranks(directory)
+    return len(found) == ranks and all(step in steps for steps in found.values())
 
 
 @contextlib.contextmanager

@@ -78,4 +78,6 @@ def tree(directory: Path) -> Mapping[str, bytes]:
 
 def recover(store: Store) -> Checkpoint | None:
     """What a job that has opened this store goes on from."""
-    return discovery.recover(store.checkpoints(), store.trust, store.set_aside)
+    return discovery.recover(
+        store.checkpoints(), lambda path: discovery.open_verified(path, store.trust), store.set_aside
+    )

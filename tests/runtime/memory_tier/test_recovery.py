@@ -20,7 +20,7 @@ import torch
 from checkflow.api import Checkpointer
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime.memory_tier import recovery
-from checkflow.runtime.memory_tier.records import LIFE, MARK, NOTHING, CaptureRecord, RunLife
+from checkflow.runtime.memory_tier.records import LIFE, MARK, NOTHING, RunLife
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, parse_step
 from checkflow.runtime.store.retention import METRICS, read_metrics, write_metrics
@@ -380,7 +380,7 @@ def test_storage_that_was_set_back_counts(tmp_path: Path, caplog: pytest.LogCapt
 def test_whose_storage_it_is(base: int, durable: int, step: int, run: str, taken: bool) -> None:
     with contextlib.nullcontext() if taken else pytest.raises(CorruptCheckpointError):
         life = RunLife("its", base, "" if base == NOTHING else "another", durable)
-        recovery._refuse_other_life(life, recovery._NewestStored(step, run))
+        recovery.refuse_other_life(life, recovery.NewestStored(step, run))
 
 
 def test_what_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,15 +401,14 @@ def test_what_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_storage_has_of_the_best_counts_among_them(tmp_path: Path) -> None:
     layout = small_layout()
 
-    def told(step: int, loss: float) -> CaptureRecord:
-        info = {METRICS: write_metrics({"loss": loss})}
-        return CaptureRecord(step, "0" * 32, "0" * 32, "", False, False, (), (), {}, info)
+    def told(step: int, loss: float) -> tuple[int, dict[str, Any]]:
+        return step, {METRICS: write_metrics({"loss": loss})}
 
     records = [told(2, 0.5), told(3, 0.25), told(4, 0.75)]
     with Store(tmp_path, run_id="run", keep_best=1, monitor="loss") as store:
-        assert recovery._worth_keeping(store, records) & {2, 3, 4} == {3}
-        store.commit(1, layout, fill(layout, 1)[0], b"", told(1, 0.125).info)
-        assert not recovery._worth_keeping(store, records) & {2, 3, 4}
+        assert recovery.worth_keeping(store, records) & {2, 3, 4} == {3}
+        store.commit(1, layout, fill(layout, 1)[0], b"", told(1, 0.125)[1])
+        assert not recovery.worth_keeping(store, records) & {2, 3, 4}
 
 
 def test_a_restore_that_fails_leaves_what_memory_has(tmp_path: Path) -> None:

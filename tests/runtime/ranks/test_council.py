@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from checkflow.core.errors import CheckflowError, LockedError, MismatchError, MissingShardsError, StorageError
+from checkflow.runtime.ranks import chair
 from checkflow.runtime.ranks import council as councils
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.file_meeting import FileMeeting, remove_earlier
@@ -63,9 +64,7 @@ def seats(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def start(council: Council, *, job: str = "job", replica: str = "same", step: int | None = 7) -> int | None:
-    found = council.agree_start(
-        StartReport(job, (3,)), lambda reports: step, "run of rank 0" if not council.rank else ""
-    )
+    found = council.agree_start(StartReport(job), lambda reports: step, "run of rank 0" if not council.rank else "")
     assert found.run_id == "run of rank 0"
     council.agree_restored(StartReport(job, restored=True, replicas={"weights": replica}), 30)
     return found.step
@@ -172,16 +171,33 @@ def test_a_rank_that_skipped_a_boundary_voids_the_version_at_once(seats: Seats) 
     ranks = seats()
     for council in ranks:
         pass_boundary(council, 4, captured=council.rank != 1)
+        pass_boundary(council, 5, captured=False)
     attempt = ranks[0].open_attempt(4)
     ranks[0].post_receipt(receipt(ranks[0], attempt))
     with pytest.raises(MissingShardsError, match="rank 1 passed step 4 without a capture"):
         ranks[0].collect(attempt, covered)
 
 
+def test_a_rank_may_capture_the_last_boundary_later(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric that is recorded after it has made it one of the best."""
+    monkeypatch.setattr(chair, "_DOUBT_SECONDS", 0.0)
+    ranks = seats()
+    for council in ranks:
+        pass_boundary(council, 4, captured=council.rank != 1)
+    attempt = ranks[0].open_attempt(4)
+    for council in (ranks[0], ranks[2]):
+        council.post_receipt(receipt(council, attempt))
+    wait_for(lambda: len(ranks[0]._rounds.chair._receipts) == 2)  # type: ignore[union-attr]
+    ranks[1].leave_boundary(4, captured=True)
+    ranks[1].post_receipt(receipt(ranks[1], attempt))
+    assert len(ranks[0].collect(attempt, covered)) == WORLD
+
+
 def test_a_dropped_capture_voids_the_version(seats: Seats) -> None:
     ranks = seats()
     for council in ranks:
         pass_boundary(council, 4)
+        pass_boundary(council, 5, captured=False)
     ranks[2].note_dropped(4)
     with pytest.raises(MissingShardsError, match="rank 2 passed step 4 without"):
         attempt = ranks[0].open_attempt(4)

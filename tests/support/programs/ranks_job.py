@@ -3,7 +3,9 @@
 ``ranks_job.py DIRECTORY KIND EPOCHS [OPTION=VALUE ...]`` appends JSON lines to ``log-<rank>`` in the working directory.
 Options: loop=steps (without a loader; loop=marked: by step()), evaluate=1 (after each step), every ("auto" for none),
 rank1_every (one rank's), pause (seconds an iteration), grace_seconds, surgery=1 (load other weights after the last
-step), planned=1 (wait for this rank's plan after iteration 8).
+step), planned=1 (wait for this rank's plan after iteration 8), storage=hangs:3 or fails:3 (for steps after 3, until
+torchrun restarts it), dies=1:5 (rank 1, as soon as memory has step 5; likewise), losses=3,1,2
+(the metric "loss" after each epoch, of which the best state is kept).
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +29,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import checkflow
+from checkflow.core.errors import StorageError
+from checkflow.runtime.store.store import Store
+from tests.support.rank_jobs import is_kept
 from tests.support.waiting import wait_for
 
 WIDTH = 64
@@ -89,16 +96,34 @@ def digest_of(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def batches(checkpointer: checkflow.Checkpointer, loader: Any, epochs: int, *, marked: bool) -> Iterator[Any]:
-    """With a loader by epochs, otherwise by steps."""
+def break_storage(how: str, last: int) -> None:
+    """Storage takes no step after this one."""
+    commit = Store.commit_written
+
+    def broken(self: Store, step: int, *rest: Any, **more: Any) -> Path:
+        if step > last and how == "hangs":
+            threading.Event().wait()
+        if step > last:
+            raise StorageError("the disk is full")
+        return commit(self, step, *rest, **more)
+
+    Store.commit_written = broken  # type: ignore[method-assign]
+
+
+def batches(
+    checkpointer: checkflow.Checkpointer, loader: Any, epochs: int, losses: list[float], *, marked: bool
+) -> Iterator[Any]:
+    """With a loader by epochs, otherwise by steps. ``losses``: after each epoch, if there are some."""
     if loader is None:
         for step in range(6 * epochs) if marked else checkpointer.steps(6 * epochs):
             yield tuple(torch.stack(one) for one in zip(*(Data()[(step + i) % 48] for i in range(4)), strict=True))
             if marked:
                 checkpointer.step()
         return
-    for _ in checkpointer.epochs(epochs):
+    for epoch in checkpointer.epochs(epochs):
         yield from checkpointer.loader
+        if losses:
+            checkpointer.metric("loss", losses[epoch])
 
 
 def main() -> None:
@@ -114,6 +139,11 @@ def main() -> None:
         log.flush()
 
     tell("starts")
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if first and "storage" in options:
+        how, _, last = options["storage"].partition(":")
+        break_storage(how, int(last))
+    doomed, _, fatal = options.get("dies", "-1:0").partition(":")
     model = wrap(make_model(kind), kind)
     torch.manual_seed(100 if kind == "tp" else 100 + rank)  # ranks of one tensor-parallel group drop alike
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
@@ -123,12 +153,14 @@ def main() -> None:
         loader = checkflow.DataLoader(Data(), batch_size=4, shuffle=True, seed=5, **share)
     every: Any = options.get(f"rank{rank}_every") or options.get("every", "1")
     logging.getLogger("checkflow").setLevel(logging.INFO)
+    losses = [float(one) for one in options["losses"].split(",")] if "losses" in options else []
+    best: dict[str, Any] = {"keep_best": 1, "monitor": "loss"} if losses else {}
     begun = time.monotonic()
     try:
         checkpointer = checkflow.Checkpointer(
             model, optimizer, loader, directory=directory, audit=1,
             grace_seconds=float(options.get("grace_seconds", "25")),
-            every=int(every) if every.isdecimal() else None if every == "auto" else every,
+            every=int(every) if every.isdecimal() else None if every == "auto" else every, **best,
         )  # fmt: skip
     except checkflow.CheckflowError as error:
         tell("refuses", kind=type(error).__name__, message=str(error), seconds=time.monotonic() - begun)
@@ -136,7 +168,8 @@ def main() -> None:
     tell("begins", step=checkpointer.resumed_from)
     try:
         with checkpointer:
-            for batch, target in batches(checkpointer, loader, int(epochs), marked=options.get("loop") == "marked"):
+            marked = options.get("loop") == "marked"
+            for batch, target in batches(checkpointer, loader, int(epochs), losses, marked=marked):
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(batch), target)
                 loss.backward()
@@ -146,6 +179,9 @@ def main() -> None:
                     with torch.no_grad():
                         model(batch)
                     model.train()
+                if first and rank == int(doomed) and checkpointer.iteration == int(fatal):
+                    wait_for(lambda: is_kept(Path(directory), int(fatal), dist.get_world_size()))
+                    os.kill(os.getpid(), signal.SIGKILL)
                 tell("stepped", step=checkpointer.iteration + 1, durable=checkpointer.durable_step)
                 time.sleep(float(options.get("pause", "0")))
                 if "planned" in options and checkpointer.iteration == 8:
@@ -160,8 +196,9 @@ def main() -> None:
         raise
     report = checkpointer.report()
     tell("ended", step=checkpointer.iteration, durable=checkpointer.durable_step, failed=report["failed"],
-         committed=report["committed"], audits=report["audits_passed"], plan=report["plan"], moved=report["bytes"],
-         ranks=report["ranks"], digest=digest_of([model], optimizer))  # fmt: skip
+         committed=report["committed"], captures=report["captures"], audits=report["audits_passed"],
+         plan=report["plan"], moved=report["bytes"], ranks=report["ranks"],
+         digest=digest_of([model], optimizer))  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()
 

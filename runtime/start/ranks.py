@@ -13,19 +13,22 @@ from typing import Any
 import torch
 import xxhash
 
-from checkflow.core.errors import CheckflowError, CorruptCheckpointError, StorageError
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError
 from checkflow.core.state import held_tensors
 from checkflow.runtime.arguments import Arguments
 from checkflow.runtime.format.manifest import names_of_rank
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.ranks.council import Council
-from checkflow.runtime.ranks.records import StartReport, name_ranks
+from checkflow.runtime.ranks.records import Start, StartReport, name_ranks
+from checkflow.runtime.start.memory import LeftMemory, look, reclaim
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.meshes import RankView
-from checkflow.runtime.state.restore import Resumed, restore_rank
+from checkflow.runtime.state.restore import Resumed, as_asked, restore_rank
 from checkflow.runtime.state.stages import held_elsewhere
-from checkflow.runtime.store.discovery import open_verified, refuse
+from checkflow.runtime.store import retention
+from checkflow.runtime.store.discovery import open_verified, recover, refuse
 from checkflow.runtime.store.files import glance, step_name
+from checkflow.runtime.store.retention import Known, Rules
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 
@@ -36,13 +39,25 @@ RESTORE_SECONDS = 1800.0  # until all ranks have restored; one that ends or refu
 
 @dataclasses.dataclass(frozen=True)
 class RankStart:
-    """A rank's store, and the step that all ranks are to restore; None: they begin anew."""
+    """A rank's store, and the step that all ranks are to restore; None: they begin anew.
+
+    Attributes:
+        left: what dead ranks have left in this machine's memory.
+        ranked: the best checkpoints, by which all ranks judge states.
+    """
 
     council: Council
     store: Store | SharedStore
     step: int | None
     report: StartReport
+    left: LeftMemory
+    ranked: tuple[Known, ...]
     pipelined: bool = False
+
+    @property
+    def reclaimed(self) -> int | None:
+        """The newest step that this start has put on storage; None: none."""
+        return max((one.step for one in self.council.view.attempts if one.ended == "committed"), default=None)
 
     @property
     def view(self) -> RankView:
@@ -133,45 +148,50 @@ def open_store(arguments: Arguments) -> Store:
 
 def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
     """Come to the start with all ranks. Rank 0 opens the directory, and finds the newest step."""
+    mode, rules = arguments.resume, arguments.rules
     report = StartReport(_digest_of(arguments, job, council.world_size), names=_names_of(job))
+
+    def shared(start: Start) -> SharedStore:
+        return SharedStore(arguments.directory, run_id=start.run_id, rules=rules, trust=arguments.trust)
+
     if council.rank:
-        start = council.agree_start(report)
-        store = SharedStore(arguments.directory, run_id=start.run_id, rules=arguments.rules, trust=arguments.trust)
-        return RankStart(council, store, start.step, report, start.pipelined)
+        left = look(Path(arguments.directory).absolute(), council.rank, locked=False)
+        start = council.agree_start(
+            dataclasses.replace(report, kept=left.report()),
+            assist=lambda start, attempt: left.assist(council, shared(start), attempt, start.dead_run_id),
+        )
+        return RankStart(council, shared(start), start.step, report, left, _ranked(start, rules), start.pipelined)
     opened = open_store(arguments)
+
+    def choose(reports: Mapping[int, StartReport]) -> int | None:
+        reclaim(opened, mode, left, reports, council)
+        step = _choose(opened, mode)
+        if rules.keep_best:
+            known = {one.step: one for one in opened.look() if not isinstance(mode, int) or one.step <= mode}
+            best = retention.best(rules, known.values())[: rules.keep_best]
+            council.tell_best(tuple((one, known[one].metrics[str(rules.monitor)]) for one in best))
+        return step
+
     try:
-        start = council.agree_start(report, lambda reports: _choose(opened, arguments.resume), opened.run_id)
+        left = look(opened.directory, 0, locked=True)
+        start = council.agree_start(dataclasses.replace(report, kept=left.report()), choose, opened.run_id)
     except BaseException:
         opened.close()
         raise
-    return RankStart(council, opened, start.step, report, start.pipelined)
+    return RankStart(council, opened, start.step, report, left, _ranked(start, rules), start.pipelined)
+
+
+def _ranked(start: Start, rules: Rules) -> tuple[Known, ...]:
+    return tuple(Known(step, metrics={str(rules.monitor): value}) for step, value in start.best)
 
 
 def _choose(store: Store, mode: str | int) -> int | None:
     """The step to go on from, as ``resume`` asks. Its bytes are verified by the ranks that read them."""
-    paths = store.checkpoints()
-    if mode == "never":
-        if paths:
-            raise StorageError(f'resume="never", but {store.directory} holds {paths[0].name}: choose another one')
-        return None
-    if isinstance(mode, int):
-        if store.directory / step_name(mode) not in paths:
-            raise StorageError(f"resume={mode}, but {store.directory} holds no checkpoint of that step")
-        return glance(store.directory / step_name(mode), trust=store.trust).step
-    unreadable: StorageError | None = None
-    for path in paths:
-        try:
-            return glance(path, trust=store.trust).step
-        except CorruptCheckpointError as error:
-            refuse(path, error, store.set_aside)
-        except StorageError as error:
-            unreadable = unreadable or error
-            logger.error("cannot read the checkpoint %s, trying an older one: %s", path, error)
-    if unreadable is not None:
-        raise unreadable
-    if mode == "must":
-        raise StorageError(f'resume="must", but {store.directory} holds no valid checkpoint')
-    return None
+
+    def take(path: Path) -> int:
+        return glance(path, trust=store.trust).step
+
+    return as_asked(store, mode, take, lambda: recover(store.checkpoints(), take, store.set_aside))
 
 
 def _digest_of(arguments: Arguments, job: Job, world_size: int) -> str:

@@ -1,0 +1,328 @@
+"""Puts on storage what the ranks of a dead run had in host memory, as a version like others, before all restore.
+
+Each rank finds what lies on its machine, whichever rank left it. Rank 0 chooses versions of which all parts are found;
+ranks write the parts that they see, and rank 0 commits. docs/explanation/ranks.md has the rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
+from checkflow.core.graph import STRICT, Many
+from checkflow.runtime.format import manifest
+from checkflow.runtime.memory_tier import recovery
+from checkflow.runtime.memory_tier.orphans import mark_names, may_be_here, read_life, read_records, words_of
+from checkflow.runtime.memory_tier.records import MARK, CaptureRecord, RunLife, remove
+from checkflow.runtime.persist.rank_commit import receipt_of, write_into, write_staged
+from checkflow.runtime.ranks.council import RECLAIM_SECONDS, Council
+from checkflow.runtime.ranks.receipts import LEAST_WAIT_SECONDS
+from checkflow.runtime.ranks.records import Attempt, Receipt, StartReport, name_ranks
+from checkflow.runtime.store.file_writer import write_file
+from checkflow.runtime.store.files import parse_step
+from checkflow.runtime.store.parts import Gathered, Written, commit_ranks
+from checkflow.runtime.store.shared import SharedStore
+from checkflow.runtime.store.store import Store, reported
+from checkflow.runtime.system import fs
+
+logger = logging.getLogger("checkflow")
+
+
+@dataclass(frozen=True, slots=True)
+class PartInMemory:
+    """A dead rank's part of a version, as ranks tell rank 0 of it."""
+
+    __pydantic_config__ = STRICT
+    life: RunLife
+    step: int
+    plan_digest: str
+    info: dict[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Such a part, and where it lies on this machine."""
+
+    path: Path
+    index: int  # of its buffer
+    life: RunLife
+    record: CaptureRecord
+
+
+@dataclass(frozen=True)
+class _Version:
+    """All parts of a step of a dead run, by rank."""
+
+    life: RunLife
+    step: int
+    parts: Mapping[int, PartInMemory]
+
+
+_PARTS: TypeAdapter[tuple[PartInMemory, ...]] = TypeAdapter(Many[PartInMemory])
+_WRITTEN: TypeAdapter[tuple[Written, ...]] = TypeAdapter(Many[Written])
+
+
+@dataclass(frozen=True)
+class LeftMemory:
+    """What dead ranks of a directory have left on this machine."""
+
+    directory: Path
+    rank: int  # that has looked
+    marks: tuple[str, ...] = ()
+    folders: tuple[Path, ...] = ()
+    found: tuple[_Found, ...] = ()
+
+    def report(self) -> str:
+        """For :class:`.ranks.records.StartReport`."""
+        records = [(one.life, one.record) for one in self.found]
+        kept = tuple(PartInMemory(life, one.step, one.plan_digest, one.info) for life, one in records)
+        return _PARTS.dump_json(kept).decode() if kept else ""
+
+    def assist(self, council: Council, store: SharedStore, attempt: Attempt, dead_run_id: str) -> None:
+        """Another rank than 0: write what lies here of an attempt's version, and say so."""
+        mine = self.parts_of(dead_run_id, attempt.step)
+
+        def write(folder: int) -> tuple[Written, ...]:
+            return _write_parts(folder, mine, _claim(store, attempt))
+
+        try:
+            with reported(f"cannot write what lies in host memory of step {attempt.step} to {store.directory}"):
+                written = write_into(council, store, attempt, LEAST_WAIT_SECONDS, write) if mine else ()
+        except CheckflowError as error:
+            council.post_receipt(receipt_of(council, attempt, failure=" ".join(str(error).split())))
+        else:
+            council.post_receipt(receipt_of(council, attempt, written=_WRITTEN.dump_json(written).decode()))
+
+    def parts_of(self, dead_run_id: str, step: int) -> list[_Found]:
+        """What lies here of a version, the part of this rank's number first."""
+        mine = [one for one in self.found if (one.life.run_id, one.record.step) == (dead_run_id, step)]
+        return sorted(mine, key=lambda one: one.life.rank != self.rank)
+
+    def give_back(self) -> None:
+        """Free the memory, since the job has been restored. Rank 0 removes the marks, those of lost machines, too."""
+        for mark in () if self.rank else self.marks:
+            with contextlib.suppress(OSError):
+                os.unlink(self.directory / mark)
+        for path in self.folders:
+            remove(path)
+
+
+def look(directory: Path, rank: int, *, locked: bool, alone: bool = False) -> LeftMemory:
+    """Find what lies on this machine, and free what nobody can resume from.
+
+    Args:
+        directory: of the checkpoints; it may be missing.
+        locked: whether this process holds its lock.
+        alone: leave out what one process has left: it is taken by :func:`.memory_tier.recovery.reclaim`.
+
+    Raises:
+        LockedError: another process uses such memory.
+        StorageError: it cannot be read now.
+    """
+    try:
+        marks = tuple(mark for mark in mark_names(directory) if not alone or mark != MARK)
+    except FileNotFoundError:
+        marks = ()
+    except OSError as error:
+        raise StorageError(f"cannot read the checkpoint directory {directory}: {error.strerror}") from error
+    here = [mark for mark in marks if may_be_here(mark)]
+    folders = tuple(path for mark in here if (path := recovery.folder_of(directory, mark)) is not None)
+    recovery.tidy(folders, directory if locked else None)
+    found: list[_Found] = []
+    for path in folders:
+        try:
+            found += _look_into(path)
+        except CorruptCheckpointError as error:
+            logger.warning("what a rank of the run before had in host memory is passed over: %s", error)
+        except OSError as error:
+            raise StorageError(
+                f"what a rank of the run before had in host memory cannot be read now: {error.strerror}; try again, or "
+                f"delete {path} to give it up"
+            ) from error
+    return LeftMemory(directory, rank, marks, folders, tuple(found))
+
+
+def _look_into(path: Path) -> list[_Found]:
+    with fs.folder(str(path)) as folder:
+        life, left = read_life(path, folder), read_records(folder)
+        refuted = recovery.refuted_plans(folder, left, life)
+    return [_Found(path, index, life, one) for index, one in left.items() if not recovery.is_void(one, refuted)]
+
+
+def _write_parts(folder: int, parts: Sequence[_Found], claim: str) -> tuple[Written, ...]:
+    """Write the parts that no other rank of this machine has claimed."""
+    written = (_write_part(folder, one, claim) for one in parts)
+    return tuple(one for one in written if one is not None)
+
+
+def _write_part(folder: int, one: _Found, claim: str) -> Written | None:
+    """Write a part; None: another rank of this machine writes it, or it is damaged."""
+    with fs.folder(str(one.path)) as kept:
+        try:
+            fs.close(fs.open_new(claim, dir_fd=kept, mode=0o600))
+        except FileExistsError:
+            return None
+        try:
+            sources, layout, extra, memory = recovery.load(kept, one.index, one.record, one.life)
+        except (CorruptCheckpointError, UnsupportedError, ValidationError) as error:
+            logger.warning(
+                "step %d of rank %d in host memory is passed over: %s", one.record.step, one.life.rank, words_of(error)
+            )
+            return None
+    written = write_staged(
+        folder, one.life.rank, one.life.ranks, layout, memoryview(memory), sources, extra,
+        ties=one.record.ties, absent=one.record.absent,
+    )  # fmt: skip
+    if one.life.rank:
+        return written
+    entry = write_file(folder, manifest.EXTRA, iter([memoryview(extra)]))
+    return replace(written, files={**written.files, manifest.EXTRA: entry})
+
+
+def reclaim_alone(store: Store, mode: str | int) -> tuple[int | None, Callable[[], None]]:
+    """One process: put on storage what the run before had in this machine's memory, however many ranks it had.
+
+    Returns the newest step of that, and what frees the memory once the job is restored. Raises as
+    :func:`.memory_tier.recovery.reclaim`.
+    """
+    found = recovery.reclaim(store, mode)
+    left = look(store.directory, 0, locked=True, alone=True)
+    steps = reclaim(store, mode, left, {0: StartReport(kept=left.report())}, None)
+
+    def give_back() -> None:
+        found.give_back(store.directory)
+        left.give_back()
+
+    return max(found.steps | steps, default=None), give_back
+
+
+# -------------------------------------------------------------------------------------------------------------- rank 0
+
+
+def reclaim(
+    store: Store, mode: str | int, left: LeftMemory, reports: Mapping[int, StartReport], council: Council | None
+) -> frozenset[int]:
+    """Put the newest version that lies in host memory on storage, older ones that retention would keep, and that of
+    step ``mode``; returns their steps.
+
+    Args:
+        reports: of all ranks.
+        council: None: one process, which sees all that there is.
+
+    Raises:
+        StorageError: that fails, or ``mode`` is "never"; memory stays as it is.
+    """
+    versions = _newer(store, mode, [one for one in _versions(reports) if _is_of_storage(store, one)])
+    if not versions:
+        return frozenset()
+    if mode == "never":
+        raise StorageError(
+            f'resume="never", but the run before left step {versions[0].step} of {store.directory} in host memory: '
+            "choose another directory, or give it up with checkflow memory --free --force"
+        )
+    if council is not None:
+        council.reclaim(store.run_id, versions[0].life.run_id)
+    recovery.delete_old(store)
+    stay = recovery.worth_keeping(store, [(one.step, one.parts[0].info) for one in versions])
+    done: set[int] = set()
+    for one in sorted(versions, key=lambda one: one.step != mode):
+        if one.step != mode and done - {mode} and one.step not in stay:
+            continue
+        try:
+            _commit(store, left, one, council)
+        except (CorruptCheckpointError, MismatchError) as error:
+            logger.warning("step %d in host memory is passed over: %s", one.step, error)
+        except StorageError as error:
+            needed = one.step == mode if isinstance(mode, int) else not done
+            message = (
+                f"step {one.step} lies in host memory, where the run before left it, and cannot be saved: {error}; "
+                "mend that, or give it up with checkflow memory --free --force"
+            )
+            if needed:
+                raise StorageError(message) from error
+            logger.warning("%s", message)
+        else:
+            done.add(one.step)
+    return frozenset(done)
+
+
+def _versions(reports: Mapping[int, StartReport]) -> list[_Version]:
+    """The steps of which all ranks' parts are there, newest first."""
+    found: dict[tuple[str, int, int], dict[int, PartInMemory]] = {}
+    for rank, report in sorted(reports.items()):
+        try:
+            kept = _PARTS.validate_json(report.kept) if report.kept else ()
+        except ValidationError as error:
+            raise StorageError(f"the report of rank {rank} is damaged: {words_of(error)}") from None
+        for part in kept:
+            found.setdefault((part.life.run_id, part.life.ranks, part.step), {})[part.life.rank] = part
+    whole = [(step, parts) for (_, ranks, step), parts in found.items() if parts.keys() == set(range(ranks))]
+    lives = [max((part.life for part in parts.values()), key=lambda life: life.durable) for _, parts in whole]
+    versions = [_Version(life, step, parts) for life, (step, parts) in zip(lives, whole, strict=True)]
+    return sorted(versions, key=lambda one: -one.step)
+
+
+def _is_of_storage(store: Store, one: _Version) -> bool:
+    """Whether storage is as the version's run left it."""
+    try:
+        recovery.refuse_other_life(one.life, recovery.newest_stored(store))
+    except CorruptCheckpointError as error:
+        logger.warning("step %d in host memory is passed over: %s", one.step, error)
+        return False
+    return True
+
+
+def _newer(store: Store, mode: str | int, versions: Sequence[_Version]) -> list[_Version]:
+    """Of the run with the newest version, those that are newer than storage, and that of step ``mode``."""
+    steps = {parse_step(path.name) for path in store.checkpoints()}
+    newest = recovery.newest_stored(store).step
+    wanted = [one for one in versions if one.step not in steps and (one.step > newest or one.step == mode)]
+    return [one for one in wanted if one.life.run_id == wanted[0].life.run_id]
+
+
+def _commit(store: Store, left: LeftMemory, one: _Version, council: Council | None) -> None:
+    logger.info("step %d was complete in host memory when the run before ended: it is being saved", one.step)
+    attempt = Attempt(0, one.step) if council is None else council.open_attempt(one.step, RECLAIM_SECONDS)
+
+    def gather(root: int, folder: int) -> Gathered:
+        written = _write_parts(folder, left.parts_of(one.life.run_id, one.step), _claim(store, attempt))
+        if council is not None:
+            council.post_receipt(receipt_of(council, attempt, written=_WRITTEN.dump_json(written).decode()))
+            receipts = council.collect(attempt, lambda found: None, RECLAIM_SECONDS)
+            written = tuple(part for receipt in receipts for part in _loads(receipt))
+        ordered = sorted(written, key=lambda part: part.rank)
+        if missing := tuple(sorted(one.parts.keys() - {part.rank for part in ordered})):
+            raise CorruptCheckpointError(f"the part of {name_ranks(missing)} is damaged")
+        return Gathered(ordered, None)
+
+    first = one.parts[0]
+    try:
+        commit_ranks(
+            store, one.step, str(attempt.number), gather,
+            info=first.info, plan_digest=first.plan_digest, retire=False, run_id=one.life.run_id,
+        )  # fmt: skip
+    except BaseException as error:
+        if council is not None:
+            council.conclude(attempt, error)
+        raise
+    if council is not None:
+        council.conclude(attempt)
+
+
+def _claim(store: Store | SharedStore, attempt: Attempt) -> str:
+    """The file by which one of a machine's ranks takes a part in an attempt."""
+    return f"taken-{store.run_id}-{attempt.step}-{attempt.number}"
+
+
+def _loads(receipt: Receipt) -> tuple[Written, ...]:
+    try:
+        return _WRITTEN.validate_json(receipt.written)
+    except ValidationError as error:
+        raise StorageError(f"the receipt of rank {receipt.rank} is damaged: {words_of(error)}") from None
