@@ -22,15 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import checkflow
 from benchmarks.ways import own_plan
 
+DIGITS = Path(checkflow.__file__).parent / "demo" / "digits.npz"
 BATCH, NOISE = 32, 0.1  # noise: standard deviation, of pixels in 0 … 1
 OVERHEAD = 0.035
 EVERY_EPOCHS = 2  # from one interruption to the next
@@ -42,10 +43,11 @@ class Digits(Dataset[Any]):
     """Every second digit for training, each shifted by up to one pixel and with noise; the others as they are."""
 
     def __init__(self, *, training: bool) -> None:
-        data = load_digits()
+        with np.load(DIGITS) as data:
+            images, labels = data["images"], data["labels"]
         chosen = slice(0 if training else 1, None, 2)
-        self.images = torch.from_numpy(data.images[chosen]).float().div(16).unsqueeze(1)
-        self.labels = torch.from_numpy(data.target[chosen])
+        self.images = torch.from_numpy(images[chosen]).float().div(16).unsqueeze(1)
+        self.labels = torch.from_numpy(labels[chosen]).long()
         self.training = training
 
     def __len__(self) -> int:

@@ -1,19 +1,22 @@
 """Handwritten digits, after PyTorch's own MNIST example.
 
 The shape is that of https://github.com/pytorch/examples/blob/main/mnist/main.py (BSD 3-Clause, PyTorch contributors);
-the digits are scikit-learn's 1,797 of 8 by 8 pixels, which need no network. ``main.py`` is without checkflow, and
+the digits are UCI's 1,797 of 8 by 8 pixels, which lie beside checkflow's demo. ``main.py`` is without checkflow, and
 ``main_checkflow.py`` the same with it: compare the two.
 """
 
 import argparse
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import nn, optim
 from torch.optim.lr_scheduler import StepLR
 
 import checkflow
+
+DIGITS = Path(__file__).parents[2] / "checkflow" / "demo" / "digits.npz"
 
 
 class Net(nn.Module):
@@ -40,12 +43,13 @@ class Digits(torch.utils.data.Dataset):
     """The first four fifths of the digits for training, the others for testing."""
 
     def __init__(self, train):
-        digits = load_digits()
-        border = len(digits.target) * 4 // 5
+        with np.load(DIGITS) as data:
+            images, labels = data["images"], data["labels"]
+        border = len(labels) * 4 // 5
         chosen = slice(0, border) if train else slice(border, None)
-        images = torch.tensor(digits.images[chosen], dtype=torch.float32).unsqueeze(1) / 16
+        images = torch.tensor(images[chosen], dtype=torch.float32).unsqueeze(1) / 16
         self.images = (images - 0.3053) / 0.3763  # mean and standard deviation of all pixels
-        self.targets = torch.tensor(digits.target[chosen], dtype=torch.int64)
+        self.targets = torch.tensor(labels[chosen], dtype=torch.int64)
 
     def __len__(self):
         return len(self.targets)
