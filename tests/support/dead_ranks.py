@@ -15,7 +15,7 @@ import numpy as np
 from checkflow.core.boxes import shares, whole
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.digest import Digest, digest_memory
-from checkflow.runtime.format.layout import Layout, make_layout
+from checkflow.runtime.format.layout import Layout, TensorRecord, make_layout
 from checkflow.runtime.memory_tier.records import NOTHING, RunLife
 from checkflow.runtime.memory_tier.staging import StagingBuffer
 from checkflow.runtime.memory_tier.tier import MemoryTier
@@ -121,7 +121,8 @@ def _lay_out(kind: str, rank: int, ranks: int) -> tuple[Layout, dict[str, Source
     whole_records = {name: record(name, array.shape, array.dtype.name) for name, array in arrays.items()}
     if ranks == 1:
         return make_layout(list(whole_records.values())), {}
-    records, sources = [], {}
+    records: list[TensorRecord] = []
+    sources: dict[str, Source] = {}
     for name, boxes in shares(arranged(kind, arrays)[rank].values(), rank).items():
         mine, of = part_records(name, boxes, whole_records[name])
         records, sources = records + mine, sources | of

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from checkflow.core.errors import LockedError, StorageError
 from checkflow.runtime.memory_tier import orphans, recovery
 from checkflow.runtime.memory_tier.records import NOTHING, OWNER
+from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.start import memory
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, step_name
@@ -148,6 +149,24 @@ def test_a_full_disk_on_one_rank_is_refused_on_all_and_keeps_what_memory_has(
         assert isinstance(outcome, StorageError)
         assert "step 5 lies in host memory" in str(outcome)
         assert "No space left on device" in str(outcome)
+    assert names(tmp_path) == []
+    assert start_again(tmp_path, 2)[0] == {5}
+
+
+def test_a_rank_that_ends_meanwhile_ends_the_start_and_keeps_what_memory_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DeadRun(tmp_path, "dead", "fsdp 2", ({5}, {5})).leave()
+
+    def end(left: memory.LeftMemory, council: Council, *_: Any) -> None:
+        council.close("it ends")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.LeftMemory, "assist", end)
+        leader, _ = start_again(tmp_path, 2)
+    assert isinstance(leader, StorageError)
+    assert "rank 1" in str(leader)
     assert names(tmp_path) == []
     assert start_again(tmp_path, 2)[0] == {5}
 
