@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from checkflow.core import run_report
 from checkflow.core.errors import CheckflowError, ReportError, StorageError
 from checkflow.runtime.format import codec
-from checkflow.runtime.format.manifest import MANIFEST, MAX_STEP
+from checkflow.runtime.format.manifest import MANIFEST, MAX_STEP, owner_of
 from checkflow.runtime.memory_tier.orphans import left_step
 from checkflow.runtime.store.cleanup import BROKEN, SUPERSEDED, is_leftover
 from checkflow.runtime.store.discovery import find
@@ -43,6 +43,7 @@ class Listed:
         fault: why it cannot be restored, judged by names, sizes and manifest; None: nothing found.
         metrics: by name; NaN and infinite ones as text.
         best: whether it is the best of all, by the newest run's metric.
+        ranks: that wrote it together; None: not known.
         owner: its user, if neither root nor the caller: no job resumes from it unless ``trust`` allows it.
     """
 
@@ -59,6 +60,7 @@ class Listed:
     metrics: Mapping[str, float | str] = field(default_factory=dict)
     best: bool = False
     owner: str | None = None
+    ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ def _read_one(path: Path, kind: Kind, is_best: bool) -> Listed:
         float(created) if isinstance(created, int | float) else None,
         epoch if isinstance(epoch, int) else None,
         manifest.info.get("epoch_end") is True, len(manifest.tensors), manifest.run_id, None,
-        write_metrics(read_metrics(manifest.info)), is_best,
+        write_metrics(read_metrics(manifest.info)), is_best, ranks=manifest.world_size,
     )  # fmt: skip
 
 
@@ -259,14 +261,38 @@ def compare(first: Path, second: Path, progress: Callable[[str], None] = lambda 
             progress(name)
             difference = _compare_tensor(name, one, other, ours.get(name), theirs.get(name))
             if difference is not None:
-                changed.append(difference)
-        extras = [dict(_leaves(codec.decode(checkpoint.extra_bytes))) for checkpoint in (one, other)]
-    return Differences(first, second, len(ours.keys() | theirs.keys()), tuple(changed), tuple(_unlike(*extras)))
+                changed.append(dataclasses.replace(difference, name=_with_rank(name)))
+        extra = tuple(_unlike_extras(_extras(one), _extras(other)))
+    return Differences(first, second, len(ours.keys() | theirs.keys()), tuple(changed), extra)
+
+
+def _extras(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """All that is no tensor, by its path, for each rank; empty where a rank has nothing to itself."""
+    found = [checkpoint.extra_bytes, *map(checkpoint.rank_extra_bytes, range(1, checkpoint.manifest.world_size))]
+    return [{} if extra is None else dict(_leaves(codec.decode(extra))) for extra in found]
+
+
+def _unlike_extras(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """What differs on rank 0, then what further ranks that both have do not share with it."""
+    if len(ours) != len(theirs):
+        yield "ranks", str(len(ours)), str(len(theirs))
+    yield from _unlike(ours[0], theirs[0])
+    for rank, both in enumerate(zip(ours[1:], theirs[1:], strict=False), 1):
+        firsts = zip(both, (ours[0], theirs[0]), strict=True)
+        own = {path for one, of_rank_0 in firsts for path, *_ in _unlike(one, of_rank_0)}
+        for path, here, there in _unlike(*both):
+            if path in own:
+                yield f"rank {rank}: {path}", here, there
+
+
+def _with_rank(name: str) -> str:
+    rank, plain = owner_of(name)
+    return name if rank is None else f"{plain} of rank {rank}"
 
 
 def _names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Every tensor's name, further names included, to its kind."""
-    kinds = {name: f"{entry.dtype}{list(entry.shape)}" for name, entry in checkpoint.tensors.items()}
+    """Every tensor's name, further names and those of ranks' own tensors included, to its kind."""
+    kinds = {name: f"{entry.dtype}{list(entry.shape)}" for name, entry in checkpoint.manifest.tensors.items()}
     return kinds | {name: kinds[of] for name, of in checkpoint.ties}
 
 

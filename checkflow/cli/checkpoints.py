@@ -105,6 +105,7 @@ def export(
     torch: model and optimizer state dicts for torch.load. safetensors: one model, for serving. dcp: a folder for
     torch.distributed.checkpoint.
     """
+    from checkflow.runtime.format.manifest import owner_of
     from checkflow.runtime.inspect import choose
     from checkflow.runtime.store.reader import open_checkpoint
     from checkflow.runtime.weights import exporter
@@ -117,6 +118,10 @@ def export(
     with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
         exporter.export(checkpoint, output, chosen, model=model, replace=force, flat=flat)
     print_line(f"{checkpoint.path} written to {output}")
+    owners = map(owner_of, checkpoint.manifest.tensors)
+    if own := {name for rank, name in owners if rank is not None}:
+        whose = "1 tensor has values of its own" if len(own) == 1 else f"{len(own)} tensors have values of their own"
+        print_line(f"{whose} on each rank: those of the lowest rank are written")
 
 
 def memory(

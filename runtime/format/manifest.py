@@ -301,6 +301,14 @@ def names_of_rank(tensors: Collection[str], rank: int) -> dict[str, str]:
     return found | {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
 
 
+def owner_of(name: str) -> tuple[int | None, str]:
+    """The rank whose own tensor this is, and what it calls it; None: it has a plain name."""
+    if not is_own(name):
+        return None, name
+    _, rank, plain = name.split("/", 2)
+    return int(rank), plain
+
+
 def is_own(name: str) -> bool:
     return name.startswith(f"{OWN}/")
 

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from checkflow.cli.main import FOUND, main
 from checkflow.core import run_report
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
+from tests.support.programs.ranks_job import digest_of, make_model
 from tests.support.rank_jobs import numbered, rank_job, run_job
 
 KINDS = {"ddp": 2, "fsdp": 2, "tp": 2, "hsdp": 4}
@@ -42,6 +45,28 @@ def test_a_killed_job_ends_as_if_it_had_never_been(tmp_path: Path, kind: str) ->
         assert (found["step"], found["digest"]) == (expected["step"], expected["digest"])
         assert (found["durable"], found["failed"], found["audits"]) == (found["step"], 0, found["committed"])
     check_report(tmp_path / "killed", [resumed.last(rank, "ended") for rank in range(ranks)])
+    check_export(tmp_path / "killed", kind, resumed.last(0, "ended")["digest"])
+
+
+def check_export(directory: Path, kind: str, digest: str) -> None:
+    """A script without checkflow loads the whole state into a model that nobody wraps; so does an import."""
+    exported, imported = directory.with_name("exported.pt"), directory.with_name("imported")
+    assert main(["export", str(directory), "-o", str(exported)]) == FOUND
+    saved = torch.load(exported, weights_only=True)
+    model = make_model(kind)
+    if kind == "tp":
+        model[2] = torch.nn.Identity()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert digest_of([model], optimizer) == digest
+    assert main(["import", str(directory), str(imported)]) == FOUND
+    with open_checkpoint(find(imported)[0]) as checkpoint:
+        assert set(checkpoint.tensors) == {f"model/{name}" for name in saved["model"]}
+        for name, tensor in saved["model"].items():
+            found = bytearray(checkpoint.size_bytes(f"model/{name}"))
+            checkpoint.read_into(f"model/{name}", memoryview(found))
+            assert found == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def check_report(directory: Path, ends: list[dict[str, Any]]) -> None:

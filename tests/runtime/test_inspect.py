@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import make_layout
 from checkflow.runtime.store.store import Store
 from tests.runtime.test_checkpointer import make, make_plan
+from tests.support import rank_tools
 from tests.support.store_tools import fill, record, tree
 
 
@@ -234,3 +236,72 @@ def test_a_checkpoint_of_another_user_is_named_as_such_and_read(
     printed = " ".join(run(capsys, "ls", directory)[1].split())
     assert "of user nobody (65534): step 5, 3; a job resumes from that only if its trust= allows it" in printed
     assert run(capsys, "verify", directory)[0] == 0
+
+
+# Versions of several ranks
+
+
+ARRAYS = {"model/weight": np.arange(35, dtype=np.float32).reshape(7, 5), "model/bias": np.arange(7, dtype=np.int64)}
+SEVERAL = [kind for kind in rank_tools.KINDS if kind != "one"]
+
+
+def save_ranks(directory: Path, kind: str, own: int = 0, seed: int = 0) -> Path:
+    """A version whose last rank has a tensor (``own``) and extra state (``seed``) with other values."""
+    ranks = rank_tools.arranged(kind, ARRAYS)
+    last = len(ranks) - 1
+    owns = [{"model/own": np.full(3, rank + (own if rank == last else 0), np.float32)} for rank in range(len(ranks))]
+    extras = [
+        codec.encode({"iteration": 1, "seed": rank + (seed if rank == last else 0)}) for rank in range(len(ranks))
+    ]
+    with Store(directory, run_id="run") as store:
+        return rank_tools.save(store, 1, ranks, ARRAYS, extra=extras[0], own=owns, extras=extras)
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_what_each_rank_has_to_itself_is_compared(tmp_path: Path, kind: str) -> None:
+    first = save_ranks(tmp_path / "first", kind)
+    last = len(rank_tools.arranged(kind, ARRAYS)) - 1
+    assert inspect.compare(first, save_ranks(tmp_path / "same", kind)).tensors == ()
+    other = inspect.compare(first, save_ranks(tmp_path / "other", kind, own=2, seed=5))
+    (changed,) = other.tensors
+    assert (changed.name, changed.differing, changed.largest) == (f"model/own of rank {last}", 3, 2.0)
+    assert other.extra == ((f"rank {last}: seed", str(last), str(last + 5)),)
+
+
+def test_versions_of_other_numbers_of_ranks_are_compared(tmp_path: Path) -> None:
+    found = inspect.compare(save_ranks(tmp_path / "two", "fsdp 2"), save_ranks(tmp_path / "four", "hsdp 2x2"))
+    assert [one.name for one in found.tensors] == ["model/own of rank 2", "model/own of rank 3"]
+    assert {one.first for one in found.tensors} == {None}
+    assert found.extra == (("ranks", "2", "4"),)
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_ranks_are_listed_and_the_damage_of_any_is_found(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save_ranks(tmp_path, kind)
+    world_size = len(rank_tools.arranged(kind, ARRAYS))
+    (listed,) = inspect.list_directory(tmp_path)
+    assert (listed.ranks, listed.fault, inspect.verify(path).fault) == (world_size, None, None)
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "┃ ranks ┃" in capsys.readouterr().out
+    for file in sorted(path.glob("*-*")):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert file.name in str(inspect.verify(path).fault)
+        file.write_bytes(whole)
+    assert inspect.verify(path).fault is None
+
+
+def test_an_export_says_what_it_takes_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = rank_tools.arranged("ddp 2", ARRAYS)
+    job = {"job": {"optimizers": {}, "modules": {}, "objects": {}}, "iteration": 1, "epoch": 0}
+    owns = [{"model/own": np.full(3, rank, np.float32)} for rank in range(2)]
+    with Store(tmp_path / "ranks", run_id="run") as store:
+        rank_tools.save(store, 1, ranks, ARRAYS, extra=codec.encode(job), own=owns)
+    assert main(["export", str(tmp_path / "ranks"), "-o", str(tmp_path / "all.pt")]) == 0
+    out = capsys.readouterr().out
+    assert "1 tensor has values of its own on each rank: those of the lowest rank are written" in out
+    saved = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert saved["model"]["own"].tolist() == [0.0] * 3
+    assert saved["model"]["weight"].numpy().tobytes() == ARRAYS["model/weight"].tobytes()

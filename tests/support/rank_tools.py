@@ -101,9 +101,9 @@ def filled(layout: Layout, values: Mapping[str, Array]) -> memoryview:
 
 def save(
     store: Store, step: int, ranks: Ranks, arrays: Mapping[str, Array], *, extra: bytes = b"of rank 0",
-    own: Sequence[Mapping[str, Array]] = (),
+    own: Sequence[Mapping[str, Array]] = (), extras: Sequence[bytes] = (),
 ) -> Path:  # fmt: skip
-    """A version of these ranks; of one, as one process saves it."""
+    """A version of these ranks; of one, as one process saves it. ``extras``: of each rank to itself."""
     if len(ranks) == 1:
         layout = make_layout([record(name, array.shape, array.dtype.name) for name, array in arrays.items()])
         return store.commit(step, layout, filled(layout, arrays), extra, {})
@@ -112,7 +112,7 @@ def save(
         written = [
             write_rank(
                 folder, rank, ranks, arrays, own=own[rank] if own else None,
-                extra=f"of rank {rank}".encode() if rank else None, extra_digest="same",
+                extra=(extras[rank] if extras else f"of rank {rank}".encode()) if rank else None, extra_digest="same",
             )
             for rank in range(len(ranks))
         ]  # fmt: skip

@@ -53,6 +53,9 @@ def listed_tables(
     for column in ("step", "epoch", "size", "tensors", "age"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("tier", no_wrap=True)
+    ranked = any((one.ranks or 1) > 1 for one in checkpoints)
+    if ranked:
+        table.add_column("ranks", justify="right", no_wrap=True)
     measured = any(one.metrics for one in checkpoints)
     if measured:
         table.add_column("metrics", overflow="fold")
@@ -64,7 +67,7 @@ def listed_tables(
         age = "-" if one.created_unix_seconds is None else _age(now - one.created_unix_seconds)
         table.add_row(
             str(one.step), _epoch(one), format_size(one.size_bytes), _or_dash(one.tensors), age, TIER,
-            *([_metrics(one)] if measured else []),
+            *([_or_dash(one.ranks)] if ranked else []), *([_metrics(one)] if measured else []),
             *([f"cannot be restored: {one.fault}" if one.fault else ""] if faulty else []),
         )  # fmt: skip
     yield table
