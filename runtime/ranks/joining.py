@@ -19,7 +19,7 @@ from checkflow.runtime.ranks.identity import Identity
 from checkflow.runtime.ranks.meeting import MeetingPlace, wait_until
 from checkflow.runtime.ranks.records import name_ranks
 
-ANSWER_SECONDS = 5.0  # for one answer of the store: two in vain, twice, must not take 30
+ANSWER_SECONDS = 10.0  # for one answer of the store
 _counted = itertools.count()  # of this process's councils: all ranks make them in the same order
 
 

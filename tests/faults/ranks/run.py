@@ -263,7 +263,7 @@ class Killing:
         while process.process.poll() is None:
             time.sleep(LOOK_SECONDS)
         found = said.look()
-        if not _alive([self._places.launcher]):
+        if any(line["event"] == "ended" for lines in notes.look() for line in lines):
             return  # the first job has come to its end meanwhile
         seconds = []
         begun = max((line["at"] for lines in found for line in lines if line["event"] == "starts"), default=0.0)
