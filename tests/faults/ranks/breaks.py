@@ -45,7 +45,7 @@ def own_start() -> None:
         made(self, *arguments, **named)
         steps = [step for path in find(self.store.directory) if (step := parse_step(path.name)) is not None]
         if self.council.rank and len(steps) > 1:
-            self.step = steps[1]
+            object.__setattr__(self, "step", steps[1])  # it is frozen
 
     RankStart.__init__ = make  # type: ignore[method-assign]
 

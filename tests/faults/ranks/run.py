@@ -38,6 +38,7 @@ LOOK_SECONDS = 0.002
 DEATH_SECONDS = 30.0  # after which nothing of ours may be alive, or wait
 REFUSAL_SECONDS = 10.0  # within which all ranks raise what one refuses with
 HANG_SECONDS = 90.0  # so long nobody says anything
+QUIET_SECONDS = 5.0  # after which what was said is looked at: ranks that restored different steps may hang
 ONCE = ("joining", "agreeing the start", "restored", "closing")
 PATIENT_SHARE = 0.1  # of the kills: what is left is looked at when DEATH_SECONDS are over
 
@@ -117,7 +118,7 @@ class Killing:
             found = notes.look()
             if not ended and process.process.returncode not in (None, -signal.SIGKILL) and self._places.dealt is None:
                 tally.problems.append(f"the job ended by itself: {tail(process, lines=12)}")
-            tally.problems += check(found, reference)
+            tally.problems = tally.problems or check(found, reference)
         found = notes.look()
         if ended and (missing := [rank for rank, lines in enumerate(found) if lines[-1]["event"] != "ended"]):
             tally.problems.append(f"ranks {missing} did not come to the end")
@@ -184,9 +185,13 @@ class Killing:
                 started = now
             if (noted := sum(map(len, notes.look()))) != before:
                 before, told = noted, now
-            elif now - told > HANG_SECONDS:
-                self.tally.problems.append(f"the job hangs: {tail(process, lines=12)}")
-                return False
+            elif now - told > QUIET_SECONDS:
+                self.tally.problems += check(notes.look(), self._reference(life.kind)[0])
+                if now - told > HANG_SECONDS:
+                    self.tally.problems.append(f"the job hangs: {tail(process, lines=12)}")
+                if self.tally.problems:
+                    return False
+                time.sleep(0.2)
             time.sleep(LOOK_SECONDS)
         if aim is not None and places.dealt is not None:
             self._count(aim)
@@ -249,7 +254,7 @@ class Killing:
 
     def _rival(self, life: Life, notes: NotesReader) -> None:
         """A second job on the directory of one that trains: each rank must be refused in time."""
-        while not all(any(line["event"] == "boundary" for line in lines[-3:]) for lines in notes.look()):
+        while not all(_trains(lines, life) for lines in notes.look()):
             if not _alive([self._places.launcher]):
                 return
             time.sleep(LOOK_SECONDS)
@@ -283,6 +288,14 @@ class Killing:
             time.sleep(LOOK_SECONDS)
             process.process.poll()  # before anybody else takes its remains away
             bury(self._strangers, process.process)
+
+
+def _trains(lines: list[Line], life: Life) -> bool:
+    """Whether a rank has come to a boundary since this life has started it."""
+    starts = max((at for at, line in enumerate(lines) if line["event"] == "starts"), default=None)
+    if starts is None or not lines[starts]["start"].startswith(f"{life.number}."):
+        return False
+    return any(line["event"] == "boundary" for line in lines[starts:])
 
 
 def _alive(pids: list[int]) -> list[int]:
