@@ -40,9 +40,10 @@ KILLS ?= 200
 kills: $(STAMP)
 	@$(BIN)/python -m tests.faults.kills.run --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/kills.json)
 
-# Jobs of several ranks under torchrun, killed KILLS times: one rank, all, or the launcher.
+# Jobs of several ranks under torchrun's agent, killed or stopped KILLS times: one rank, all, or the launcher, in each
+# phase. BREAK=name takes something away of their agreement first (tests/faults/ranks/breaks.py), and the run must fail.
 ranks-kills: $(STAMP)
-	@$(BIN)/python -m tests.faults.ranks.run --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python -m tests.faults.ranks.run --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(if $(BREAK),--break $(BREAK),--output benchmarks/results/ranks-kills.json)
 
 # Every fault that must lose nothing, thousands of each: hours. Goes on where it was interrupted; as root, or power cuts
 # are skipped. ONLY='F3 F5': these alone. SECONDS=600: begin nothing after ten minutes. FRESH=1: all anew.

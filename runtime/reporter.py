@@ -117,6 +117,7 @@ class Reporter:
             captures=saving.captures,
             committed=writer.committed,
             superseded=writer.superseded,
+            void=writer.void,
             failed=writer.failed + place.aborted,
             last_failure=max(failures)[1] if failures else None,
             audited=writer.audited,

@@ -66,6 +66,10 @@ class MissingShardsError(StorageError):
         self.ranks = ranks
 
 
+class VoidCheckpointError(MissingShardsError):
+    """Not all of several ranks captured a boundary, or rank 0 saves a later one. That is no failure."""
+
+
 class CorruptCheckpointError(StorageError):
     """A checkpoint is damaged; the message names the file."""
 

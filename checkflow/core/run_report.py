@@ -228,6 +228,7 @@ class RunReport:
     captures: int
     committed: int
     superseded: int
+    void: int
     failed: int
     last_failure: str | None
     audited: int

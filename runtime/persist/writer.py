@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkflow.core.errors import CheckflowError, ConsistencyError
+from checkflow.core.errors import CheckflowError, ConsistencyError, VoidCheckpointError
 from checkflow.runtime.format.digest import Digest, digest_memory
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.snapshot.unwritten import WrittenError
@@ -84,7 +84,7 @@ class Writer:
         self._error: CheckflowError | None = None
         self._lost_error: CheckflowError | None = None
         self._written: list[str] = []
-        self.committed = self.failed = self.superseded = self.audited = self.breaches = 0
+        self.committed = self.failed = self.void = self.superseded = self.audited = self.breaches = 0
         self.breached_plans: set[str] = set()  # digests of plans that an audit refuted
         self.last: Persisted | None = None
         self.durable: Durable | None = None
@@ -215,7 +215,9 @@ class Writer:
                 self.last = outcome
                 self._busy = False
                 self.committed += outcome.error is None
-                self.failed += outcome.error is not None
+                void = isinstance(outcome.error, VoidCheckpointError)
+                self.void += void
+                self.failed += outcome.error is not None and not void
                 self._note(capture, outcome)
                 stays = self._lost is capture
                 self._changed.notify_all()
@@ -225,6 +227,8 @@ class Writer:
 
     def _note(self, capture: Capture, outcome: Persisted) -> None:
         now, error = time.monotonic(), outcome.error
+        if isinstance(error, VoidCheckpointError):
+            return
         if error is not None:
             self.last_failure = (now, f"{type(error).__name__}: {error}")
             self._error = self._error or error
@@ -267,6 +271,9 @@ class Writer:
 
     def _log(self, capture: Capture, error: CheckflowError) -> None:
         """Log a failure; a recurring one, such as a full disk, only now and then."""
+        if isinstance(error, VoidCheckpointError):
+            logger.info("no checkpoint of step %d, training goes on: %s", capture.step, error)
+            return
         reason, now = _reason_of(error), time.monotonic()
         if reason == self._reason and now - self._logged_at < _LOG_AGAIN_SECONDS and capture is not self._again:
             self._unlogged += 1

@@ -237,7 +237,7 @@ class Chair:
         skipped = tuple(rank for rank in missing if self._skipped(rank, attempt.step))
         if skipped and now - self._opened >= _DOUBT_SECONDS:
             reason = f"{name_ranks(skipped)} passed step {attempt.step} without a capture of it"
-            self.conclude(attempt.number, "failed", reason, skipped)
+            self.conclude(attempt.number, "void", reason, skipped)
             return
         dead = tuple(rank for rank in missing if rank in self._board.silent)
         if dead:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from checkflow.core.errors import CheckflowError, MissingShardsError, StorageError
+from checkflow.core.errors import CheckflowError, MissingShardsError, StorageError, VoidCheckpointError
 from checkflow.runtime.ranks import receipts, starting
 from checkflow.runtime.ranks.chair import Chair, Overview
 from checkflow.runtime.ranks.meeting import MeetingPlace
@@ -55,10 +56,12 @@ class Council:
     ) -> None:
         now = time.monotonic()
         self.rank, self.world_size, self.generation = rank, world_size, generation
-        self._open_place, self._start_seconds = open_place, start_seconds
+        self._open_place, self._start_seconds, self._silent_seconds = open_place, start_seconds, silent_seconds
         chair = None
         if rank == 0:
-            chair = Chair(generation, world_size, now, silent_seconds=silent_seconds, start_seconds=start_seconds)
+            # All ranks have met to agree on the generation: a first card takes no longer than any other.
+            come_seconds = min(start_seconds, silent_seconds)
+            chair = Chair(generation, world_size, now, silent_seconds=silent_seconds, start_seconds=come_seconds)
         self._rounds = Rounds(
             Member(rank, generation, now, silent_seconds), chair, world_size, _BEAT_SECONDS, self._publish
         )
@@ -72,6 +75,7 @@ class Council:
         self._waiting = 0  # threads
         self._closing = self._ended = False
         self._error: BaseException | None = None  # that has ended the thread
+        self._round_begun = math.inf  # time.monotonic, while a round runs: torch's store may never answer
         self._thread = threading.Thread(target=self._run, name="checkflow-council", daemon=True)
         self._thread.start()
 
@@ -140,7 +144,7 @@ class Council:
         """This rank cannot start: all others raise the same. Returns when that is at the meeting place, if it can."""
         refusal = starting.refusal_of(error, self.rank)
         self._tell(lambda member, chair, now: member.refuse(refusal))
-        self._wait(lambda: self.view.refusal, _MARGIN_SECONDS)
+        self._wait_quietly(lambda: self.view.refusal is not None, _MARGIN_SECONDS)
 
     def tell_best(self, best: tuple[tuple[int, float], ...]) -> None:
         """Rank 0, in ``choose``: the best ranked checkpoints, by step and metric."""
@@ -192,7 +196,9 @@ class Council:
                 return True
             return False if view.end.at != step else None
 
-        ends = self._wait(decided, wait_seconds) is not False
+        ends = True
+        with contextlib.suppress(StorageError):  # nothing will be agreed any more
+            ends = self._wait(decided, wait_seconds) is not False
         if not ends:
             self.leave_boundary(step, captured=captured)
         return ends
@@ -242,7 +248,8 @@ class Council:
 
         Raises:
             MissingShardsError: rank 0 does not begin it in time, or does not answer.
-            StorageError: rank 0 writes a later step instead, or the attempt has failed already.
+            VoidCheckpointError: rank 0 writes a later step instead, or the attempt is void already.
+            StorageError: the attempt has failed already.
         """
         silent = False
 
@@ -257,11 +264,11 @@ class Council:
 
         found = self._wait(begun, wait_seconds)
         if isinstance(found, Attempt):
-            if found.ended == "failed":
+            if found.ended in ("failed", "void"):
                 raise _error_of(found)
             return found
         if found is False:
-            raise StorageError(f"rank 0 saves a later step than {step}")
+            raise VoidCheckpointError(f"rank 0 saves a later step than {step}", (0,))
         if silent:
             raise MissingShardsError(f"rank 0 does not answer, and did not begin to save step {step}", (0,))
         raise MissingShardsError(f"rank 0 did not begin to save step {step} within {wait_seconds:g} s", (0,))
@@ -281,6 +288,7 @@ class Council:
 
         Raises:
             MissingShardsError: a rank's receipt did not come in time, or cannot come; ``ranks`` names it.
+            VoidCheckpointError: a rank has passed the boundary without a capture of it.
             StorageError: a rank could not write.
             MismatchError: ranks contradict each other; and what ``coverage`` raises.
         """
@@ -315,7 +323,8 @@ class Council:
 
         Raises:
             MissingShardsError: a rank is missing, or rank 0 does not say in time; then nothing is known of the version.
-            StorageError: the attempt has failed.
+            VoidCheckpointError: the attempt is void.
+            StorageError: it has failed.
         """
 
         def ended() -> Attempt | bool | None:
@@ -378,9 +387,11 @@ class Council:
                 # What was asked before this round is in the queue, and goes out with it.
                 self._ended = self._closing
                 self._wake.clear()
+                self._round_begun = time.monotonic()
                 if place is None:
                     place = self._try_place()
                 self._rounds.run(place or _NoPlace(self._rounds.fault), time.monotonic(), self._drain)
+                self._round_begun = math.inf
                 if self._rounds.chair is not None:
                     self.overview = self._rounds.chair.overview()
                     self._collected = self._rounds.chair.collected()
@@ -412,7 +423,11 @@ class Council:
             self._wait(lambda: happened() or None, wait_seconds)
 
     def _wait(self, happened: Callable[[], _T | None], wait_seconds: float) -> _T | None:
-        """Wait for news until ``happened`` returns something; None when the time is over."""
+        """Wait for news until ``happened`` returns something; None when the time is over.
+
+        Raises:
+            StorageError: the meeting place does not answer, or the council has ended.
+        """
         end = time.monotonic() + wait_seconds
         with self._news:
             self._waiting += 1
@@ -420,10 +435,12 @@ class Council:
                 while (found := happened()) is None:
                     if self._error is not None:
                         raise StorageError(f"the council of the ranks has ended: {self._error}")
+                    if time.monotonic() - self._round_begun >= self._silent_seconds:
+                        raise StorageError("the meeting place of the ranks does not answer: did the launcher stop?")
                     left = end - time.monotonic()
                     if left <= 0 or self._ended:
                         return None
-                    self._news.wait(left)
+                    self._news.wait(min(left, _BEAT_SECONDS))
                 return found
             finally:
                 self._waiting -= 1
@@ -450,4 +467,6 @@ class _NoPlace:
 
 def _error_of(attempt: Attempt) -> StorageError:
     text = f"step {attempt.step} was not saved: {attempt.reason}"
+    if attempt.ended == "void":
+        return VoidCheckpointError(text, attempt.missing)
     return MissingShardsError(text, attempt.missing) if attempt.missing else StorageError(text)

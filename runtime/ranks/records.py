@@ -22,7 +22,7 @@ Count = Annotated[int, Field(ge=0)]
 Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Seconds = Annotated[float, Field(ge=0)]
 Generation = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,80}\z")]
-Ended = Literal["", "committed", "failed"]
+Ended = Literal["", "committed", "failed", "void"]
 _T = TypeVar("_T")
 
 
@@ -49,7 +49,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt of all ranks to write one version. ``ended``: "" while it is open."""
+    """An attempt of all ranks to write one version. ``ended``: "" while it is open; "void": a rank has no capture."""
 
     __pydantic_config__ = STRICT
     number: Count

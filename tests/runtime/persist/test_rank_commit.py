@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from checkflow.core.boxes import whole
-from checkflow.core.errors import CheckflowError
+from checkflow.core.errors import CheckflowError, VoidCheckpointError
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import make_layout, write_headers
 from checkflow.runtime.persist import rank_commit
@@ -117,6 +117,7 @@ def test_what_rank_0_passes_over_is_passed_over_everywhere(ranks: Ranks) -> None
     def run(rank: int) -> Outcome:
         if rank == 1:
             passed_over = ranks.commit(rank, 1)
+            assert isinstance(passed_over, VoidCheckpointError)
             assert "rank 0 saves a later step than 1" in str(passed_over)
         return ranks.commit(rank, 2)
 
@@ -131,4 +132,5 @@ def test_what_rank_0_passes_over_is_passed_over_everywhere(ranks: Ranks) -> None
 
     found = ranks.all(skip)
     for rank in (0, 2):
+        assert isinstance(found[rank], VoidCheckpointError)
         assert "rank 1 passed step 3 without a capture of it" in str(found[rank])

@@ -227,6 +227,30 @@ def test_later_steps_of_rank_0_end_the_wait_for_an_attempt(seats: Seats) -> None
         ranks[1].await_attempt(10, 0.1)
 
 
+def test_waits_end_where_the_place_never_answers() -> None:
+    """As torch's store, whose client waits for a stopped launcher without end."""
+    answers = threading.Event()
+
+    class Stuck(Dictionary):
+        def get(self, keys: Sequence[str]) -> dict[str, bytes]:
+            answers.wait()
+            return super().get(keys)
+
+    council = Council(1, WORLD, "start.0", lambda: Stuck({}), silent_seconds=0.2)
+    try:
+        for wait in (
+            lambda: council.agree_start(StartReport("")),
+            lambda: council.await_attempt(1, 3600),
+            lambda: council.await_verdict(Attempt(1, 1), 3600),
+        ):
+            with pytest.raises(StorageError, match="does not answer"):
+                wait()
+        assert council.await_end(1, captured=True, wait_seconds=3600)
+    finally:
+        answers.set()
+        council.close()
+
+
 def test_the_schedule_and_plans_come_over(seats: Seats) -> None:
     """Rank 0 hears of the longest interval, and of none as long as a rank has no plan."""
     ranks = seats()
