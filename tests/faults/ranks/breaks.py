@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from checkflow.runtime.format import manifest
-from checkflow.runtime.rank_start import RankStart
 from checkflow.runtime.ranks import joining, receipts
 from checkflow.runtime.ranks.chair import Chair
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import Receipt
+from checkflow.runtime.start.ranks import RankStart
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import parse_step
 
