@@ -5,14 +5,12 @@ Each takes away one thing that a promise rests on, in the ranks' processes; noth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from checkflow.runtime.format import manifest
 from checkflow.runtime.ranks import joining, receipts
 from checkflow.runtime.ranks.chair import Chair
-from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import Receipt
 from checkflow.runtime.start.ranks import RankStart
 from checkflow.runtime.store.discovery import find
@@ -50,29 +48,4 @@ def own_start() -> None:
     RankStart.__init__ = make  # type: ignore[method-assign]
 
 
-def acknowledged_early() -> None:
-    """Rank 0 says that a version is on storage when all receipts are there."""
-    collect = Council.collect
-
-    def collect_and_say(self: Council, attempt: Any, coverage: Any) -> Any:
-        found = collect(self, attempt, coverage)
-        self.conclude(attempt)
-        return found
-
-    Council.collect = collect_and_say  # type: ignore[method-assign]
-
-
-def no_deadlines() -> None:
-    """The dead are waited for."""
-    receipts.LEAST_WAIT_SECONDS = 3600.0
-    made = Council.__init__
-
-    def make(self: Council, *arguments: Any, **named: Any) -> None:
-        made(self, *arguments, **{**named, "silent_seconds": math.inf})
-
-    Council.__init__ = make  # type: ignore[method-assign]
-
-
-BREAKS: dict[str, Callable[[], None]] = {
-    one.__name__: one for one in (without_coverage, one_generation, own_start, acknowledged_early, no_deadlines)
-}
+BREAKS: dict[str, Callable[[], None]] = {one.__name__: one for one in (without_coverage, one_generation, own_start)}
