@@ -1,7 +1,8 @@
 """What several ranks cost and share, by gloo on this machine's processors, each figure beside its bar.
 
-One run measures: what a boundary takes of the training thread; the time from the last rank's files to the committed
-version, with the same fsyncs alone beside it; how many collectives are checkflow's; bytes copied, written and read.
+One run measures: what a boundary takes of the training thread, and what of it the ranks' agreement takes; the time
+from the last rank's files to the committed version, with the same fsyncs alone beside it; how many collectives are
+checkflow's; bytes copied, written and read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import checkflow
 from checkflow.core.units import format_size
+from checkflow.runtime.loop.agreement import Agreement
 from checkflow.runtime.loop.boundary_actions import BoundaryActions
 from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.runtime.ranks.council import Council
@@ -36,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 WARM_UP = 10  # iterations
 BARS = {
-    "boundary_median_seconds": 0.0002, "boundary_p99_seconds": 0.002, "commit_median_seconds": 0.02,
+    "agreement_median_seconds": 0.0002, "agreement_p99_seconds": 0.002, "commit_median_seconds": 0.02,
     "collectives": 0, "copied_over_share_bytes": 64 * 1024, "written_over_share_bytes": 64 * 1024,
     "read_over_own_bytes_a_piece": 8 * MIB, "restore_extra_bytes": 64 * MIB,
 }  # fmt: skip
@@ -94,16 +96,28 @@ def replicated(rank: int, folder: Path, size: Size) -> dict[str, Any]:
     for _ in range(size.iterations):
         train(model, optimizer, size)
     without = collectives() - before
-    boundaries: list[tuple[float, float]] = []
+    boundaries: list[tuple[float, float, float]] = []
+    agreeing = 0.0
     receipts: dict[int, float] = {}
     committed: dict[int, float] = {}
     end_iteration, post_receipt, commit = BoundaryActions.end_iteration, Council.post_receipt, RankCommit.commit
 
     def timed_boundary(self: BoundaryActions, boundary: Any) -> None:
-        wall, cpu = time.perf_counter(), time.thread_time()
+        nonlocal agreeing
+        wall, cpu, agreeing = time.perf_counter(), time.thread_time(), 0.0
         end_iteration(self, boundary)
         if not self.captured and self.iteration > WARM_UP:
-            boundaries.append((time.perf_counter() - wall, time.thread_time() - cpu))
+            boundaries.append((time.perf_counter() - wall, time.thread_time() - cpu, agreeing))
+
+    def timed_agreement(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal agreeing
+            begun = time.perf_counter()
+            found = method(*arguments, **named)
+            agreeing += time.perf_counter() - begun
+            return found
+
+        return call
 
     def timed_receipt(self: Council, receipt: Any) -> None:
         receipts[receipt.step] = time.monotonic()
@@ -115,6 +129,8 @@ def replicated(rank: int, folder: Path, size: Size) -> dict[str, Any]:
         return path
 
     BoundaryActions.end_iteration = timed_boundary  # type: ignore[method-assign]
+    for name in ("arrive", "is_due", "leave"):
+        setattr(Agreement, name, timed_agreement(getattr(Agreement, name)))
     Council.post_receipt = timed_receipt  # type: ignore[method-assign]
     RankCommit.commit = timed_commit  # type: ignore[method-assign]
     before = collectives()
@@ -223,8 +239,7 @@ def _sync(folder: Path) -> None:
 def measure(ranks: int, folder: Path, size: Size) -> dict[str, Any]:
     load = os.getloadavg()[0]
     found = run("replicated", ranks, folder, size)
-    walls = [[wall for wall, _ in one["boundaries"]] for one in found]
-    cpus = [[cpu for _, cpu in one["boundaries"]] for one in found]
+    walls, cpus, agreeing = ([[times[at] for times in one["boundaries"]] for one in found] for at in range(3))
     steps = set.intersection(*(set(one["committed"]) for one in found))
     last = {step: max(one["receipts"][step] for one in found) for step in steps}
     leads = [found[0]["committed"][step] - last[step] for step in steps]
@@ -238,6 +253,8 @@ def measure(ranks: int, folder: Path, size: Size) -> dict[str, Any]:
     return {
         "ranks": ranks, "load_before": round(load, 2), "iterations": size.iterations, "versions": found[0]["versions"],
         "failed": found[0]["failed"], "state_bytes": whole,
+        "agreement_median_seconds": max(map(statistics.median, agreeing)),
+        "agreement_p99_seconds": max(map(p99, agreeing)),
         "boundary_median_seconds": max(map(statistics.median, walls)), "boundary_p99_seconds": max(map(p99, walls)),
         "boundary_median_cpu_seconds": max(map(statistics.median, cpus)),
         "boundary_p99_cpu_seconds": max(map(p99, cpus)),
@@ -266,8 +283,8 @@ def table(found: dict[str, Any]) -> str:
         over = "" if found[name] <= bar else "  over"
         lines.append(f"{name:38} {said(name, found[name]):>12} {said(name, bar):>12}{over}")
     beside = (
-        "boundary_median_cpu_seconds", "boundary_p99_cpu_seconds", "commit_on_all_median_seconds", "raw_commit_seconds",
-        "copied_to_state", "written_to_state", "load_before",
+        "boundary_median_seconds", "boundary_p99_seconds", "boundary_median_cpu_seconds", "boundary_p99_cpu_seconds",
+        "commit_on_all_median_seconds", "raw_commit_seconds", "copied_to_state", "written_to_state", "load_before",
     )  # fmt: skip
     return "\n".join([*lines, *(f"{name:38} {said(name, found[name]):>12}" for name in beside)]) + "\n"
 
