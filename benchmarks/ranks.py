@@ -28,7 +28,6 @@ import checkflow
 from checkflow.core.units import format_size
 from checkflow.runtime.loop.agreement import Agreement
 from checkflow.runtime.loop.boundary_actions import BoundaryActions
-from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.state import restore
 from checkflow.runtime.store.discovery import find
@@ -100,7 +99,8 @@ def replicated(rank: int, folder: Path, size: Size) -> dict[str, Any]:
     agreeing = 0.0
     receipts: dict[int, float] = {}
     committed: dict[int, float] = {}
-    end_iteration, post_receipt, commit = BoundaryActions.end_iteration, Council.post_receipt, RankCommit.commit
+    end_iteration, post_receipt = BoundaryActions.end_iteration, Council.post_receipt
+    conclude, await_verdict = Council.conclude, Council.await_verdict
 
     def timed_boundary(self: BoundaryActions, boundary: Any) -> None:
         nonlocal agreeing
@@ -123,16 +123,19 @@ def replicated(rank: int, folder: Path, size: Size) -> dict[str, Any]:
         receipts[receipt.step] = time.monotonic()
         post_receipt(self, receipt)
 
-    def timed_commit(self: RankCommit, capture: Any, *arguments: Any) -> Path:
-        path = commit(self, capture, *arguments)
-        committed[capture.step] = time.monotonic()
-        return path
+    def timed_verdict(self: Council, attempt: Any, *arguments: Any) -> None:
+        committed.setdefault(attempt.step, time.monotonic())
+        conclude(self, attempt, *arguments)
+
+    def timed_wait(self: Council, attempt: Any, *arguments: Any) -> None:
+        await_verdict(self, attempt, *arguments)
+        committed[attempt.step] = time.monotonic()
 
     BoundaryActions.end_iteration = timed_boundary  # type: ignore[method-assign]
     for name in ("arrive", "is_due", "leave"):
         setattr(Agreement, name, timed_agreement(getattr(Agreement, name)))
     Council.post_receipt = timed_receipt  # type: ignore[method-assign]
-    RankCommit.commit = timed_commit  # type: ignore[method-assign]
+    Council.conclude, Council.await_verdict = timed_verdict, timed_wait  # type: ignore[method-assign]
     before = collectives()
     with checkflow.Checkpointer(model, optimizer, directory=folder / "replicated", every=size.every) as checkpointer:
         for _ in checkpointer.steps(size.iterations):

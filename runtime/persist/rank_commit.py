@@ -86,12 +86,12 @@ class RankCommit:
 
         try:
             path = commit_ranks(
-                store, capture.step, str(attempt.number), gather, info=info, plan_digest=capture.plan_digest
-            )
+                store, capture.step, str(attempt.number), gather, info=info, plan_digest=capture.plan_digest,
+                published=lambda: self._council.conclude(attempt),
+            )  # fmt: skip
         except BaseException as error:
             self._council.conclude(attempt, error)
             raise
-        self._council.conclude(attempt)
         return path
 
     def _follow(self, capture: Capture, extra: bytes) -> Path:

@@ -182,6 +182,7 @@ def commit_ranks(
     info: Mapping[str, Any],
     plan_digest: str = "",
     retire: bool = True,
+    published: Callable[[], None] = lambda: None,
     run_id: str | None = None,
 ) -> Path:
     """Commit what all ranks write. When this returns, the version survives a power cut; if it raises, there is none.
@@ -192,6 +193,7 @@ def commit_ranks(
             Returns when all ranks have written.
         info: the manifest's, which retention reads; and ``retire`` and ``run_id``: as :meth:`.store.Store.commit` takes
             them.
+        published: as :meth:`.store.Store.commit_written` takes it.
 
     Raises:
         MismatchError: ranks contradict each other: about a tensor, or about what covers it.
@@ -220,7 +222,7 @@ def commit_ranks(
         finally:
             fs.close_quietly(folder)
 
-    return store.commit_written(step, write, info=info, retire=retire, attempt=attempt)
+    return store.commit_written(step, write, info=info, retire=retire, attempt=attempt, published=published)
 
 
 def join(written: Sequence[Written], step: int, run_id: str, plan_digest: str, info: Mapping[str, Any]) -> Manifest:

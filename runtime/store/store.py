@@ -208,6 +208,7 @@ class Store:
         info: Mapping[str, Any],
         retire: bool = True,
         attempt: str = "",
+        published: Callable[[], None] = lambda: None,
     ) -> Path:
         """:meth:`commit` of what ``write`` writes; if it raises, nothing is left.
 
@@ -216,6 +217,7 @@ class Store:
                 it returns, that holds a whole, durable checkpoint: files, manifest, and their names.
             info: the manifest's, for retention.
             attempt: joins the run's id in the temporary name, where a late process must not write into a later attempt.
+            published: called as soon as the checkpoint is whole and durable, before older ones are deleted.
         """
         if not 0 <= step <= manifest.MAX_STEP:
             raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
@@ -234,6 +236,7 @@ class Store:
                 self._remove_quietly(root, temporary)
                 raise
             self._known[step] = retention.known(step, info)
+            published()
             # (8) only now may older ones go
             if retire:
                 self._retire(root, step)
