@@ -40,6 +40,7 @@ def ended_as_if_never_killed(job: RankJob, tmp_path: Path, ranks: int, kind: str
         assert (found["step"], found["digest"]) == (expected["step"], expected["digest"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_killed_ranks_go_on_from_host_memory(tmp_path: Path, kind: str) -> None:
     folder, directory = numbered(tmp_path), tmp_path / "all"

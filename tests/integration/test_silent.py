@@ -386,6 +386,7 @@ def test_a_loader_that_is_free_again_is_not_told(way: str, tmp_path: Path, caplo
     assert "the loader belonged to" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["epochs", "steps"])
 def test_a_finished_job_that_is_started_again_says_so(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

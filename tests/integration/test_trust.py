@@ -117,6 +117,7 @@ def test_a_breach_refutes_the_plan_that_it_was_captured_by_and_no_newer_one(
     )
 
 
+@pytest.mark.slow
 def test_a_breach_under_the_plan_in_place_refutes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

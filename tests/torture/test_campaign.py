@@ -83,6 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Said, Path]:
     return Said(done.returncode, done.stdout, done.stderr), folder
 
 
+@pytest.mark.slow
 def test_a_training_job_loses_nothing(trained: tuple[Said, Path]) -> None:
     said, folder = trained
     assert (said.code, said.err) == (NOTHING_LOST, "")
@@ -103,6 +104,7 @@ def test_a_training_job_loses_nothing(trained: tuple[Said, Path]) -> None:
     assert all(not verify(path).fault for path in find(folder / "checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_table_by_default(torture: Call) -> None:
     said = torture("good", "--kills", "2", "--children", "0")
     assert (said.code, said.err) == (NOTHING_LOST, "")

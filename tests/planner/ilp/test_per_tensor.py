@@ -67,6 +67,7 @@ def kinds(timeline: Timeline, problem: Problem) -> Counter[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_per_tensor_is_flow_is_greedy(part: int) -> None:
     """1,040 timelines: chunks of one unit under the snapshot policy; the direct policy is never worse."""

@@ -172,6 +172,7 @@ def test_what_a_killed_planner_left_half_written_is_removed(tmp_path: Path, when
     assert list(half.parent.glob(".*")) == []
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_be_planned_goes_on_and_says_why(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
 

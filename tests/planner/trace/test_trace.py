@@ -324,6 +324,7 @@ def test_an_optimizer_that_steps_in_backward() -> None:
     assert sum(a.key.kind is AnchorKind.OPTIMIZER_POST for a in graph.anchors) == 2
 
 
+@pytest.mark.slow
 def test_the_same_step_gives_the_same_graph_twice() -> None:
     step = steps.transformer(torch.optim.Adam)
     first = trace(step, name="n")

@@ -507,6 +507,7 @@ def test_the_history_is_bounded() -> None:
 seconds = st.floats(0.0, 5.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     st.integers(1, 5), seconds, seconds, st.floats(0.0, 0.5), st.floats(0.0, 0.1), st.booleans(), st.booleans(),

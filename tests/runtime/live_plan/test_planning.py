@@ -394,6 +394,7 @@ def test_a_capture_in_flight_is_finished_before_the_job_is_recorded_again(tmp_pa
     assert checkpointer.report()["breaches"] == checkpointer.report()["failed"] == 0
 
 
+@pytest.mark.slow
 def test_no_plan_satisfies_what_was_asked(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(planner, "_memory_bytes", lambda _: 1000)
     job = Job()
@@ -494,6 +495,7 @@ def test_the_plan_cannot_be_put_in_place_for_lack_of_memory(tmp_path: Path, monk
     assert "no host memory" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_folder_of_plans_is_nothing_to_the_store(tmp_path: Path) -> None:
     job = Job()
     with open_job(job, tmp_path) as checkpointer:

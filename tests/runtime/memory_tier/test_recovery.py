@@ -101,6 +101,7 @@ def test_what_is_put_on_storage_is_a_checkpoint_like_others(tmp_path: Path) -> N
         assert_checkpoint_is(find(directory)[0], truth)
 
 
+@pytest.mark.slow
 def test_what_is_put_on_storage_has_all_that_its_job_would_have_written(tmp_path: Path) -> None:
     """Ties, state that is absent, metrics, the plan; and each file to the byte."""
     dead, whole = tmp_path / "dead", tmp_path / "whole"

@@ -99,6 +99,7 @@ def test_killed_again_and_again_with_workers(tmp_path: Path, uninterrupted: tupl
     assert_same_end(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_finished_job_has_nothing_left_to_do(tmp_path: Path, uninterrupted: tuple[Any, list[list[int]]]) -> None:
     assert jobs.start(jobs.Job(tmp_path)) == 0
     (tmp_path / "final.pt").unlink()

@@ -378,6 +378,7 @@ def test_any_call_may_fail(directory: Path, step: int, sticky: bool, after: bool
     fail_at_every_call(directory, step, sticky, after, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "sticky"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_any_call_may_fail_around_the_page_cache(directory: Path, sticky: bool, after: bool) -> None:
