@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import checkflow
-from checkflow.core.device import find_device
+from checkflow.core.machine.device import find_device
 from checkflow.core.units import format_seconds, format_size
 from checkflow.planner.pipeline import Subject, plan_model
 from checkflow.planner.schedule.scheduler import PlanRequest

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from checkflow.core.device import find_device
 from checkflow.core.errors import SolverError
+from checkflow.core.machine.device import find_device
 from checkflow.core.plan import Policy
 from checkflow.core.timeline import Timeline
 from checkflow.core.units import parse_bandwidth

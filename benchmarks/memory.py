@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 import checkflow
-from checkflow.core.device import Device, find_device, read_device
 from checkflow.core.errors import CheckflowError, UnsupportedError
+from checkflow.core.machine.device import Device, find_device, read_device
 from checkflow.core.units import format_size
 from checkflow.planner.measure.machine import this_machine
 from checkflow.planner.model_file.load import OPTIMIZERS, load_training_step

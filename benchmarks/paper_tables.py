@@ -18,8 +18,8 @@ import torch
 
 import checkflow
 from benchmarks.paper_document import render
-from checkflow.core.device import Device, find_device
 from checkflow.core.graph import TrainingGraph
+from checkflow.core.machine.device import Device, find_device
 from checkflow.core.plan import Policy
 from checkflow.core.timeline import Granularity, Timeline
 from checkflow.planner.model_file.load import load_training_step

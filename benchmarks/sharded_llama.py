@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from checkflow.core.device import find_device, usable_bytes
 from checkflow.core.errors import ModelError
+from checkflow.core.machine.device import find_device, usable_bytes
 from checkflow.core.training_step import TrainingStep
 from checkflow.models import llama
 from checkflow.planner.model_file.several_ranks import Ranks

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from checkflow.core.device import Device
+from checkflow.core.machine.device import Device
 from checkflow.core.units import format_seconds
 from checkflow.planner.measure.probe import FULL, QUICK, probe
 from checkflow.planner.measure.torch_settings import torch_settings_kept

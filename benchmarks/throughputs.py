@@ -22,8 +22,8 @@ from benchmarks import sharded_llama
 from benchmarks.paper_document import table
 from benchmarks.published import PUBLISHED, Published
 from benchmarks.throughput_models import TASKS, Layout, Precision, training_step
-from checkflow.core.device import CATALOGUE, find_device
 from checkflow.core.graph import TrainingGraph
+from checkflow.core.machine.device import CATALOGUE, find_device
 from checkflow.planner.timeline.roofline import WINOGRAD_GAIN, Float32Precision, durations_seconds
 from checkflow.planner.trace.trace import trace
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from checkflow.core.cluster import Cluster, cluster_of
-from checkflow.core.device import ComputeCapability, Device, find_device, usable_bytes
 from checkflow.core.errors import CheckflowError, MismatchError, ModelError, TraceError, UnsupportedError
 from checkflow.core.graph import TrainingGraph
+from checkflow.core.machine.cluster import Cluster, cluster_of
+from checkflow.core.machine.device import ComputeCapability, Device, find_device, usable_bytes
 from checkflow.core.plan import Fingerprint, Plan, describe_mismatch
 from checkflow.core.timeline import Granularity, Step, Timeline
 from checkflow.core.training_step import TrainingStep

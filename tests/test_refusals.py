@@ -27,8 +27,8 @@ from torch.utils.data import IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from checkflow.api import Checkpointer
-from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError, ModelError, TraceError, UnsupportedError
+from checkflow.core.machine.device import find_device
 from checkflow.core.plan import Plan
 from checkflow.core.state import collect_state
 from checkflow.core.training_step import TrainingStep

@@ -41,9 +41,9 @@ from benchmarks.gpu.loop import (
 )
 from benchmarks.gpu.worker import scratch
 from benchmarks.memory import Before, empty_gpu
-from checkflow.core.device import ComputeCapability, Device, DeviceKind, usable_bytes
 from checkflow.core.errors import PlanError
 from checkflow.core.graph import TrainingGraph
+from checkflow.core.machine.device import ComputeCapability, Device, DeviceKind, usable_bytes
 from checkflow.planner.measure.timing import clock_of
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan

@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu.figures import LOCKED, Row
 from benchmarks.gpu.worker import SHARED_MEMORY
 from checkflow.core.errors import CheckflowError
-from checkflow.core.host_memory import free_host_memory_bytes
+from checkflow.core.machine.host_memory import free_host_memory_bytes
 from checkflow.planner.measure.timing import EventClock, clock_of, spread_of
 from checkflow.runtime.system import numa
 from checkflow.runtime.transfer.cudart import (

@@ -46,8 +46,8 @@ def _numbers(options: Options) -> Any:
     """What plans are made for: the probed device; if that failed, the catalogue's entry for the card, or any card's."""
     import torch
 
-    from checkflow.core.device import CATALOGUE, Device, find_device
     from checkflow.core.errors import CheckflowError
+    from checkflow.core.machine.device import CATALOGUE, Device, find_device
 
     if options["numbers"] is not None:
         return Device(**options["numbers"])
@@ -180,7 +180,7 @@ def short_run(device: str = "cuda") -> Row:
     import checkflow
     from benchmarks.gpu.case import QUICK, make_case_plan
     from benchmarks.gpu.loop import Case, TrainingJob
-    from checkflow.core.device import find_device
+    from checkflow.core.machine.device import find_device
 
     job = TrainingJob(Case("digits", 4, settings={"width": 8}), torch.device(device))
     job.iterate()

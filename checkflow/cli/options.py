@@ -12,7 +12,7 @@ import typer
 from checkflow.core.errors import CheckflowError
 
 if TYPE_CHECKING:
-    from checkflow.core.device import Device
+    from checkflow.core.machine.device import Device
 
 
 AUTO = "auto"  # as a device: this machine, measured
@@ -195,7 +195,7 @@ def choose_device(text: str) -> Device:
 
     Raises typer.BadParameter for an unknown name or a missing file, CheckflowError for an invalid one.
     """
-    from checkflow.core.device import find_device, read_device
+    from checkflow.core.machine.device import find_device, read_device
 
     if text.endswith(".json"):
         if not Path(text).exists():

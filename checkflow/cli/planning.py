@@ -14,7 +14,7 @@ from checkflow.core.errors import CheckflowError
 
 if TYPE_CHECKING:
     from checkflow.cli.options import GranularityName, Optimizer, ParallelName
-    from checkflow.core.device import Device
+    from checkflow.core.machine.device import Device
     from checkflow.planner.model_file.several_ranks import Ranks
     from checkflow.planner.pipeline import Planned, Subject
     from checkflow.planner.schedule.scheduler import PlanRequest

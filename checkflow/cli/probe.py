@@ -12,7 +12,7 @@ from checkflow.cli.console import print_json, print_line, print_parts, working
 
 if TYPE_CHECKING:
     from checkflow.cli.options import GranularityName
-    from checkflow.core.device import Device
+    from checkflow.core.machine.device import Device
     from checkflow.planner.pipeline import Planned, Subject
     from checkflow.planner.schedule.scheduler import PlanRequest
 
@@ -35,7 +35,7 @@ def probe(
     Let nothing else run meanwhile: the figures lack what other programs use.
     """
     from checkflow.cli.tables import measurement as measurement_table
-    from checkflow.core.device import check_writable, write_device
+    from checkflow.core.machine.device import check_writable, write_device
     from checkflow.planner.measure.probe import FULL, QUICK
     from checkflow.planner.measure.probe import probe as measure
 

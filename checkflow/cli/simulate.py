@@ -14,7 +14,7 @@ from checkflow.core.errors import CheckflowError, PlanError
 
 if TYPE_CHECKING:
     from checkflow.cli.tables.simulation import Given
-    from checkflow.core.device import Device
+    from checkflow.core.machine.device import Device
     from checkflow.core.plan import Plan
     from checkflow.planner.pipeline import Planned
     from checkflow.simulate.simulation import Simulation
@@ -137,7 +137,7 @@ def _read_plan(file: str) -> Plan:
 
 def _device_limit_bytes(plan: Plan) -> int | None:
     """Return what a job may use of a plan's device; None: unknown."""
-    from checkflow.core.device import find_device, usable_bytes
+    from checkflow.core.machine.device import find_device, usable_bytes
 
     try:
         return usable_bytes(find_device(plan.fingerprint.device).memory_bytes)

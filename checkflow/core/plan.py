@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from checkflow.core.boxes import tensor_of
-from checkflow.core.device import DeviceKind
 from checkflow.core.errors import PlanError, first_fault
 from checkflow.core.graph import BOUNDARY, STRICT, AnchorKey, AnchorKind, Many
+from checkflow.core.machine.device import DeviceKind
 from checkflow.core.small_files import check_density, check_fields, check_members, read_regular
 from checkflow.core.timeline import MOST_SECONDS, Granularity, Timeline, check_timeline
 

@@ -24,9 +24,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from checkflow.core import plan as plans
-from checkflow.core.device import DeviceKind, usable_bytes
 from checkflow.core.errors import CheckflowError, PlanError, TraceError
-from checkflow.core.host_memory import host_memory_bytes
+from checkflow.core.machine.device import DeviceKind, usable_bytes
+from checkflow.core.machine.host_memory import host_memory_bytes
 from checkflow.core.plan import Fingerprint
 from checkflow.core.planner_api import PendingPlan, PlanLimits, PlannerInput, PlanResponse, RankParts, Recorder
 from checkflow.planner.live.bandwidth import CopyBandwidths, measure_bandwidths

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from checkflow.core.device import ComputeCapability, DeviceKind
-from checkflow.core.host_memory import free_host_memory_bytes, host_memory_bytes
+from checkflow.core.machine.device import ComputeCapability, DeviceKind
+from checkflow.core.machine.host_memory import free_host_memory_bytes, host_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

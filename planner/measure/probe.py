@@ -1,4 +1,4 @@
-"""Measures this machine as a :class:`~checkflow.core.device.Device`: copies, products, streaming, launches, its disk.
+"""Measures this machine as a :class:`.core.machine.device.Device`: copies, products, streaming, launches, its disk.
 
 docs/how-to/probe.md says what each figure means. Every one is the median of several repetitions
 (:mod:`.measure.timing`), with its spread. Arrays are far larger than caches, within an eighth of the free memory;
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from checkflow.core.device import Device
 from checkflow.core.errors import CheckflowError
-from checkflow.core.host_memory import free_host_memory_bytes
+from checkflow.core.machine.device import Device
+from checkflow.core.machine.host_memory import free_host_memory_bytes
 from checkflow.core.units import format_size
 from checkflow.planner.measure.disk import disk_figures
 from checkflow.planner.measure.machine import Machine, free_memory_bytes, this_machine

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 
-from checkflow.core.device import ComputeCapability
+from checkflow.core.machine.device import ComputeCapability
 
 aten = torch.ops.aten
 _REDUCED = (torch.float16, torch.bfloat16)

@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from checkflow.core.device import Device, DeviceKind
 from checkflow.core.errors import PlanError
 from checkflow.core.graph import TrainingGraph
+from checkflow.core.machine.device import Device, DeviceKind
 from checkflow.core.plan import Fingerprint, Plan, Policy, StateSpec, Wait
 from checkflow.core.timeline import Timeline, check_timeline
 from checkflow.core.units import MOST_BYTES, format_rate, format_size

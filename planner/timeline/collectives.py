@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from checkflow.core.cluster import Cluster
 from checkflow.core.graph import Collective, TrainingGraph
+from checkflow.core.machine.cluster import Cluster
 
 _COPY_IN = "fsdp.all_gather_copy_in.default"
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils import _pytree as pytree
 
-from checkflow.core.device import Device, find_device
 from checkflow.core.errors import CheckflowError, TraceError
 from checkflow.core.graph import TrainingGraph
+from checkflow.core.machine.device import Device, find_device
 from checkflow.core.state import refuse_closures, refuse_hidden_state
 from checkflow.core.training_step import TrainingStep
 from checkflow.core.units import format_size

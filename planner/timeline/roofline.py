@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from checkflow.core.device import Device
 from checkflow.core.graph import Operator, TrainingGraph
+from checkflow.core.machine.device import Device
 
 # Winograd's algorithm for 2x2 outputs of a 3x3 kernel multiplies 2.25 times less (Lavin and Gray, "Fast algorithms for
 # convolutional neural networks", 2016), less the cost of its transforms. Fitted with the catalogue's efficiencies:

@@ -22,9 +22,9 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy
 from torch.nn.parameter import is_lazy
 
 import checkflow.core.training_step
-from checkflow.core.device import ComputeCapability
 from checkflow.core.errors import CheckflowError, TraceError
 from checkflow.core.graph import AnchorKind, TrainingGraph
+from checkflow.core.machine.device import ComputeCapability
 from checkflow.core.state import (
     collect_state,
     host_counters,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from checkflow.core.errors import CheckflowError, StorageError
-from checkflow.core.host_memory import free_host_memory_bytes
+from checkflow.core.machine.host_memory import free_host_memory_bytes
 from checkflow.core.units import format_size
 from checkflow.runtime.memory_tier.records import PIECE_BYTES
 from checkflow.runtime.memory_tier.tier import MemoryTier

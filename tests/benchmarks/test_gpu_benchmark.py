@@ -45,8 +45,8 @@ from benchmarks.gpu import worker as gpu_worker
 from benchmarks.gpu.figures import CHECKPOINTED, PLAIN, Part
 from benchmarks.gpu.worker import Worker
 from benchmarks.memory import Before
-from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError
+from checkflow.core.machine.device import find_device
 from checkflow.runtime.interval.controller import Controller
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier import records

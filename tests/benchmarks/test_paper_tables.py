@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import paper_document, paper_tables
-from checkflow.core.device import find_device
+from checkflow.core.machine.device import find_device
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.pipeline import default_memory_limit_bytes
 from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan

@@ -11,7 +11,7 @@ import torch
 from benchmarks import sharded_llama, throughputs
 from benchmarks.published import PUBLISHED, Published
 from benchmarks.throughput_models import TASKS, training_step
-from checkflow.core.device import CATALOGUE
+from checkflow.core.machine.device import CATALOGUE
 from checkflow.planner.trace.trace import trace
 from tests.benchmarks.test_paper_tables import assert_same
 

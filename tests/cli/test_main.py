@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 import checkflow
 from checkflow.cli.main import FAILED, FOUND, INFEASIBLE, USAGE, main
 from checkflow.core import plan as plans
-from checkflow.core.device import CATALOGUE, Device
+from checkflow.core.machine.device import CATALOGUE, Device
 from checkflow.core.units import format_rate
 from checkflow.planner.ilp import solvers
 from checkflow.runtime import log_handler

@@ -11,7 +11,7 @@ import pytest
 
 from checkflow.cli.main import FAILED, FOUND, USAGE, main
 from checkflow.core import plan as plans
-from checkflow.core.device import find_device
+from checkflow.core.machine.device import find_device
 from checkflow.planner.model_file.several_ranks import Ranks
 from checkflow.planner.pipeline import Planned, Subject, plan_model
 from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan

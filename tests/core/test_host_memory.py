@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from checkflow.core import host_memory
 from checkflow.core.errors import StorageError
-from checkflow.core.host_memory import free_host_memory_bytes, host_memory_bytes
+from checkflow.core.machine import host_memory
+from checkflow.core.machine.host_memory import free_host_memory_bytes, host_memory_bytes
 from checkflow.runtime.memory_tier.staging import StagingBuffers
 
 TOTAL, FREE = 1000, 900  # of the machine

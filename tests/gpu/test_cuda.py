@@ -23,8 +23,8 @@ from benchmarks.gpu.figures import BATCHES, LOCKED_MEMORY
 from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
-from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError
+from checkflow.core.machine.device import find_device
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.schedule.replay import check_plan

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkflow.api import Checkpointer
-from checkflow.core.device import find_device
 from checkflow.core.errors import ConsistencyError, MismatchError, PlanError
+from checkflow.core.machine.device import find_device
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.schedule.replay import check_plan

@@ -39,7 +39,7 @@ from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.exporter import export, state_dicts
 from tests.support.faults import CUTS, Disk, Faults
 from tests.support.programs import mesh_jobs
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 from tests.support.store_tools import fill, small_layout
 
 pytestmark = pytest.mark.timeout(600)

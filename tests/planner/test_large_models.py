@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from checkflow.core.device import find_device
 from checkflow.core.errors import ModelError
 from checkflow.core.graph import AnchorKind, TrainingGraph
+from checkflow.core.machine.device import find_device
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.model_file.several_ranks import Ranks

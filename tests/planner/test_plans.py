@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import paper_document, paper_tables
 from checkflow.core import plan as plans
-from checkflow.core.device import find_device
+from checkflow.core.machine.device import find_device
 from checkflow.core.training_step import TrainingStep
 from checkflow.core.units import parse_bandwidth
 from checkflow.planner.operators.attention import cuda_kernels

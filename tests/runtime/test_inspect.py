@@ -21,7 +21,7 @@ from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import make_layout
 from checkflow.runtime.store.store import Store
 from tests.runtime.test_checkpointer import make, make_plan
-from tests.support import rank_tools
+from tests.support.ranks import tools as rank_tools
 from tests.support.store_tools import fill, record, tree
 
 

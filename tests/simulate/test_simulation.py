@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from checkflow.cli.main import FAILED, FOUND, INFEASIBLE, USAGE, main
 from checkflow.core import plan as plans
-from checkflow.core.device import CATALOGUE, write_device
 from checkflow.core.errors import PlanError
+from checkflow.core.machine.device import CATALOGUE, write_device
 from checkflow.core.plan import Plan
 from checkflow.core.timeline import Timeline
 from checkflow.planner.pipeline import default_memory_limit_bytes

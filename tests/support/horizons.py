@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkflow.core.device import find_device
+from checkflow.core.machine.device import find_device
 from checkflow.core.plan import Certificate, Chunk, Fingerprint, Plan, Wait
 from checkflow.core.timeline import Timeline
 from checkflow.core.training_step import TrainingStep

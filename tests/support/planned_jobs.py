@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.api import Checkpointer
-from checkflow.core.device import find_device
 from checkflow.core.graph import TrainingGraph
+from checkflow.core.machine.device import find_device
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.schedule.replay import check_plan

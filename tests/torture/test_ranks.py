@@ -14,7 +14,7 @@ import pytest
 from checkflow.cli.main import FOUND
 from checkflow.cli.main import main as checkflow
 from checkflow.torture.processes import JobProcess, below, members, nothing_left, ranks_of, tail
-from tests.support.rank_jobs import PROGRAM, ROOT
+from tests.support.ranks.jobs import PROGRAM, ROOT
 from tests.support.waiting import wait_for
 
 ALL_THEN_ASKED_THEN_ONE = 103  # the seed of such kills

@@ -16,8 +16,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from checkflow.core import plan as plans
-from checkflow.core.device import Device
 from checkflow.core.errors import CorruptCheckpointError, PlanError, ReportError
+from checkflow.core.machine.device import Device
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import PlannerInput
 from checkflow.core.run_report import ReportFile

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkflow.core.device import find_device
+from checkflow.core.machine.device import find_device
 from checkflow.core.plan import Policy
 from checkflow.core.timeline import Granularity, Timeline
 from checkflow.planner.exact.interval import Question, frontier, longest_interval, smallest_interval

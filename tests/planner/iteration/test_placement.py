@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from checkflow.core.device import find_device
 from checkflow.core.graph import Operator, TrainingGraph
+from checkflow.core.machine.device import find_device
 from checkflow.core.timeline import Timeline
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.iteration.placement import HostMemory

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkflow.cli.main import FAILED, FOUND, USAGE, main
-from checkflow.core import device as devices
-from checkflow.core.device import find_device, read_device, write_device
 from checkflow.core.errors import CheckflowError, StorageError
+from checkflow.core.machine import device as devices
+from checkflow.core.machine.device import find_device, read_device, write_device
 from checkflow.planner.live import bandwidth
 from checkflow.planner.measure import disk
 from checkflow.planner.measure import probe as probes

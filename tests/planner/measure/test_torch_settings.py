@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from checkflow.core.device import CATALOGUE, Device, read_device
+from checkflow.core.machine.device import CATALOGUE, Device, read_device
 from checkflow.planner.measure.torch_settings import torch_settings_kept
 from checkflow.planner.pipeline import Planned, Subject, check_model, default_memory_limit_bytes, plan_model
 from checkflow.planner.schedule.scheduler import PlanRequest

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from checkflow.core.device import CATALOGUE, find_device
 from checkflow.core.graph import TrainingGraph
+from checkflow.core.machine.device import CATALOGUE, find_device
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner import pipeline
 from checkflow.planner.measure.machine import Machine

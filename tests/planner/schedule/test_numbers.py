@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings, strategies
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from checkflow.core.device import CATALOGUE, Device, read_device
 from checkflow.core.errors import CheckflowError, PlanError, first_fault
+from checkflow.core.machine.device import CATALOGUE, Device, read_device
 from checkflow.core.timeline import StateGroup, Timeline
 from checkflow.core.units import format_size, parse_size, round_up
 from checkflow.planner.schedule.certify import Formulation

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies
 
-from checkflow.core.device import find_device
 from checkflow.core.errors import PlanError, SolverError
 from checkflow.core.graph import GraphStorage, Operator, StateEntry, TrainingGraph
+from checkflow.core.machine.device import find_device
 from checkflow.core.plan import Fingerprint, Plan, StateSpec, Wait, dumps
 from checkflow.core.timeline import StateGroup, Step, Timeline
 from checkflow.planner.exact.problem import Flow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkflow.core.device import find_device
+from checkflow.core.machine.device import find_device
 from checkflow.planner.model_file.load import load_training_step
 from checkflow.planner.timeline.roofline import Float32Precision, durations_seconds
 from checkflow.planner.trace.trace import trace

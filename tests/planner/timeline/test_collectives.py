@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkflow.core.cluster import CLUSTERS, Cluster, cluster_of
-from checkflow.core.device import CATALOGUE
 from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import Collective, CollectiveKind, Operator, TrainingGraph
+from checkflow.core.machine.cluster import CLUSTERS, Cluster, cluster_of
+from checkflow.core.machine.device import CATALOGUE
 from checkflow.planner.timeline.collectives import collective_seconds, communication, link_bytes, on_cluster, overlapped
 
 H100, CARDS = CLUSTERS["H100"], CLUSTERS["RTX 3090"]

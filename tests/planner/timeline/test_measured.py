@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from checkflow.cli.main import FAILED, FOUND, main
 from checkflow.core import plan as plans
-from checkflow.core.device import CATALOGUE, find_device
 from checkflow.core.errors import CheckflowError, ModelError, TraceError
 from checkflow.core.graph import TrainingGraph
+from checkflow.core.machine.device import CATALOGUE, find_device
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner import pipeline
 from checkflow.planner.measure import probe as probes

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkflow.core.device import CATALOGUE, Device, find_device, read_device
 from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import Operator, TrainingGraph
+from checkflow.core.machine.device import CATALOGUE, Device, find_device, read_device
 from checkflow.planner.timeline.roofline import WINOGRAD_GAIN, Float32Precision, current_precision, durations_seconds
 
 DEVICE = Device(

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from checkflow.core.device import find_device
 from checkflow.core.errors import PlanError
 from checkflow.core.graph import (
     BOUNDARY,
@@ -25,6 +24,7 @@ from checkflow.core.graph import (
     StateEntry,
     TrainingGraph,
 )
+from checkflow.core.machine.device import find_device
 from checkflow.core.timeline import Granularity, Timeline
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.schedule.scheduler import PlanRequest, fingerprint_of, make_plan

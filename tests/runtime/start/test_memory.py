@@ -25,7 +25,7 @@ from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.retention import EPOCH_END
 from checkflow.runtime.store.store import Store
 from tests.support.dead_jobs import folders_below, give_back, needs_memory
-from tests.support.dead_ranks import DeadRun, extra_of, holds, save_whole, start_again
+from tests.support.ranks.dead import DeadRun, extra_of, holds, save_whole, start_again
 
 pytestmark = needs_memory
 KINDS = {1: "one", 2: "fsdp 2", 3: "fsdp 3", 4: "hsdp 2x2"}

@@ -21,7 +21,7 @@ from checkflow.runtime.snapshot.share import tensor_record
 from checkflow.runtime.state import meshes
 from checkflow.runtime.state.meshes import Placement, placements, to_held
 from tests.support.programs import mesh_jobs
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 
 pytestmark = pytest.mark.timeout(600)  # processes import torch, one after the other where there is one core
 Found = dict[str, Placement]

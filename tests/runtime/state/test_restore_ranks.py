@@ -31,7 +31,7 @@ from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from checkflow.runtime.weights.exporter import state_dicts
 from tests.support.programs import mesh_jobs
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 
 pytestmark = pytest.mark.timeout(600)  # processes import torch, one after the other where there is one core
 Values = dict[str, torch.Tensor]

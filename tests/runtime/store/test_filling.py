@@ -14,7 +14,7 @@ from checkflow.runtime.store import filling
 from checkflow.runtime.store.parts import narrow_to
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
-from tests.support.rank_tools import arranged, part, save
+from tests.support.ranks.tools import arranged, part, save
 
 ARRAY = np.random.default_rng(2).standard_normal((9, 6, 4, 10))
 BOX = Box(ARRAY.shape, (1, 2, 0, 3), (7, 4, 4, 5))

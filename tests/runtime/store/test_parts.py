@@ -33,7 +33,7 @@ from checkflow.runtime.store.parts import (
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
-from tests.support.rank_tools import KINDS, Array, Ranks, arranged, load, part, save, write_rank
+from tests.support.ranks.tools import KINDS, Array, Ranks, arranged, load, part, save, write_rank
 from tests.support.store_tools import read_all
 
 SOURCE = np.random.default_rng(4)

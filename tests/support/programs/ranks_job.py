@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 import checkflow
 from checkflow.core.errors import StorageError
 from checkflow.runtime.store.store import Store
-from tests.support.rank_jobs import is_kept
+from tests.support.ranks.jobs import is_kept
 from tests.support.waiting import wait_for
 
 WIDTH = 64

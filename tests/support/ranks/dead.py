@@ -28,7 +28,7 @@ from checkflow.runtime.store.retention import Rules
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system.aligned_memory import map_address
-from tests.support.rank_tools import arranged, filled, load, part, save
+from tests.support.ranks.tools import arranged, filled, load, part, save
 from tests.support.shard_tools import together
 from tests.support.store_tools import Array, record
 

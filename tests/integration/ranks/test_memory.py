@@ -12,7 +12,7 @@ import pytest
 
 from checkflow.runtime.memory_tier import orphans
 from tests.support.dead_jobs import folders_below, give_back, needs_memory, newest_on_storage
-from tests.support.rank_jobs import RankJob, is_kept, numbered, rank_job, run_job
+from tests.support.ranks.jobs import RankJob, is_kept, numbered, rank_job, run_job
 from tests.support.waiting import wait_for
 
 pytestmark = needs_memory

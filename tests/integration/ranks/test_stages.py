@@ -14,7 +14,7 @@ from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.weights.exporter import state_dicts
 from checkflow.runtime.weights.source import open_weights
 from tests.support.programs import stage_jobs
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 Values = dict[str, torch.Tensor]

@@ -16,7 +16,7 @@ import checkflow
 from checkflow.cli.main import main
 from checkflow.integrations.dcp import Reader, Writer
 from tests.support.programs import mesh_jobs
-from tests.support.rank_processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::UserWarning")]
 Job = tuple[nn.Module, torch.optim.Optimizer]

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from checkflow.core.device import find_device
 from checkflow.core.errors import CheckflowError
+from checkflow.core.machine.device import find_device
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from checkflow.runtime.memory_tier.records import LIFE, PREFIX
 from checkflow.runtime.memory_tier.records import ROOT as ROOT_OF_MEMORY
 from tests.support.waiting import wait_for
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).parent / "programs" / "ranks_job.py"
+ROOT = Path(__file__).parents[3]
+PROGRAM = Path(__file__).parents[1] / "programs" / "ranks_job.py"
 
 
 class RankJob:

@@ -23,7 +23,7 @@ from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from tests.support.programs.ranks_job import digest_of, make_model
-from tests.support.rank_jobs import numbered, rank_job, run_job
+from tests.support.ranks.jobs import numbered, rank_job, run_job
 
 KINDS = {"ddp": 2, "fsdp": 2, "tp": 2, "hsdp": 4}
 

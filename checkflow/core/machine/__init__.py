@@ -1,0 +1,1 @@
+"""What machines are made of: devices, clusters of them, and host memory."""

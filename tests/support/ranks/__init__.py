@@ -1,0 +1,1 @@
+"""Jobs of several ranks, for tests: started, watched, killed."""
