@@ -94,10 +94,8 @@ class PlanCache:
         """Remove a plan that the job has refuted, if it is kept."""
         name = plan_name(plan.fingerprint, self._limits)
         try:
-            with self._open() as folder:
+            with contextlib.suppress(FileNotFoundError), self._open() as folder:
                 fs.unlink(name, dir_fd=folder)
-        except FileNotFoundError:
-            pass
         except OSError as error:
             logger.warning("cannot remove the refuted plan %s: %s", self.folder / name, error.strerror or error)
 

@@ -106,16 +106,14 @@ class Pace:
         self.controller = Controller(asked, start=start, epoch_iterations=epoch)
         self._identity: Identity | None = None
         self._kept: Costs | None = None
-        # The job's own batch is known at the first boundary; until then it is taken to be the plan's.
-        plan = place.plan
-        # That the controller knows; of several ranks, plans run on all of them if there is an interval.
+        # What the controller knows. Of several ranks, plans run on all of them if there is an interval.
         self._execution: Execution | None = None
-        self._interval = own = 0 if plan is None else plan.interval
+        plan = place.plan
+        self._interval = 0 if plan is None else plan.interval
         if agreement is not None:
-            agreement.note_plan(own)
-        self._foreseen: Costs | None = None
-        if plan is not None and self._interval:
-            self._foreseen = self._find_costs(plan, str(plan.fingerprint.batch))[1]
+            agreement.note_plan(self._interval)
+        # The job's own batch is known at the first boundary; until then it is taken to be the plan's.
+        self._foreseen = None if plan is None else self._find_costs(plan, str(plan.fingerprint.batch))[1]
         self._place_controller(start, self._foreseen, quiet=True)  # the line at the start has it
         self._batch: str | None = None
         self._seen = self._in_epoch = 0  # iterations
@@ -250,13 +248,13 @@ class Pace:
         """Another plan is in place, or this is the first boundary."""
         plan = self._place.plan
         own = 0 if plan is None else plan.interval
-        if self._execution is not self._place.execution and self._agreement is not None:
+        replaced, first = self._execution is not self._place.execution, self._execution is None
+        if replaced and self._agreement is not None:
             self._agreement.note_plan(own)
-        before, interval = self._interval, self._of_all(own)
-        if self._execution is self._place.execution and interval == before:
+        before, self._interval = self._interval, self._of_all(own)
+        if not replaced and self._interval == before:
             return
-        first, self._execution, self._interval = self._execution is None, self._place.execution, interval
-        self._unlike = not first
+        interval, self._execution, self._unlike = self._interval, self._place.execution, not first
         if not (first or before or interval):
             return  # other ranks have no plan yet, so that nothing is cheaper
         self._identity, known = self._find_costs(plan if interval else None, self._batch or "")
@@ -278,7 +276,9 @@ class Pace:
         if self._agreement is None or self._follows or not own:
             return own
         longest = self._agreement.plan_interval
-        return own if longest is None else longest and max(own, longest)
+        if longest is None:
+            return own
+        return max(own, longest) if longest else 0
 
     def _place_controller(self, number: int, known: Costs | None, *, quiet: bool = False) -> None:
         self.controller.place(

@@ -219,10 +219,10 @@ class Chair:
         return max(spans, default=0.0) // _SPAN_SECONDS * _SPAN_SECONDS
 
     def _plan_interval(self) -> int | None:
-        intervals = [card.plan_interval for card in self.cards.values()]
-        if 0 in intervals or len(intervals) < self.world_size:
-            return 0 if 0 in intervals else None
-        return None if None in intervals else max(filter(None, intervals))
+        intervals = [card.plan_interval for card in self.cards.values() if card.plan_interval is not None]
+        if 0 in intervals:
+            return 0
+        return max(intervals) if len(intervals) == self.world_size else None
 
     def _settle(self, now: float) -> None:
         """End the open attempt as soon as it cannot become a version."""

@@ -221,23 +221,14 @@ def restore(
         CorruptCheckpointError, StorageError: a checksum is wrong, or a file cannot be read; if ``begin`` was called,
             the job's state is undefined.
     """
-    extra = codec.decode(checkpoint.extra_bytes)
-    from_import = "imported" in extra
     own = checkpoint.rank_extra_bytes(view.rank) if view else None
-    if from_import:
+    extra = _extra_of(checkpoint, own, models, optimizers, view)
+    if from_import := "imported" in extra:
         given = optimizers, objects
         optimizers = {name: one for name, one in optimizers.items() if name in extra["job"]["optimizers"]}
-    elif view is not None and own is not None:
-        extra = {**extra, **codec.decode(own)}
-    elif view is not None and view.rank and "generators" in extra:
-        extra = {**extra, "generators": derived_generators(extra["generators"], view.rank)}
     with no_collection():
         state, live, boxes = _look(models, optimizers, view)
     named = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
-    pipelined = view is not None and view.pipelined
-    if pipelined or stages.of_stages(checkpoint):
-        joined = stages.job_of_all(checkpoint, extra["job"], view.rank if view else 0)
-        extra = {**extra, "job": stages.narrowed(joined, models, optimizers, pipelined=pipelined)}
     if view is None:
         stages.refuse_shared_names(checkpoint.manifest, models, 1)
     sources = {**named, **dict(checkpoint.ties)}
@@ -292,6 +283,24 @@ def restore(
         if view is None or not view.rank:
             imported.log(checkpoint.path, extra["job"], models, *given)
     return Resumed(checkpoint.step, extra, own)
+
+
+def _extra_of(
+    checkpoint: Checkpoint, own: bytes | None, models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer], view: RankView | None,
+) -> _Extra:  # fmt: skip
+    """The checkpoint's extra state, as this process restores it; ``own``: what its rank had to itself."""
+    extra: _Extra = codec.decode(checkpoint.extra_bytes)
+    rank = 0 if view is None else view.rank
+    if own is not None:
+        extra = {**extra, **codec.decode(own)}
+    elif rank and "generators" in extra:
+        extra = {**extra, "generators": derived_generators(extra["generators"], rank)}
+    pipelined = view is not None and view.pipelined
+    if pipelined or stages.of_stages(checkpoint):
+        joined = stages.job_of_all(checkpoint, extra["job"], rank)
+        extra = {**extra, "job": stages.narrowed(joined, models, optimizers, pipelined=pipelined)}
+    return extra
 
 
 def restore_rank(
