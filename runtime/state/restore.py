@@ -294,7 +294,7 @@ def _extra_of(
     rank = 0 if view is None else view.rank
     if own is not None:
         extra = {**extra, **codec.decode(own)}
-    elif rank and "generators" in extra:
+    elif rank and extra.get("generators") is not None:  # an import has none
         extra = {**extra, "generators": derived_generators(extra["generators"], rank)}
     pipelined = view is not None and view.pipelined
     if pipelined or stages.of_stages(checkpoint):
