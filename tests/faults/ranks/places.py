@@ -79,6 +79,7 @@ class Places:
     def enter(self, rank: int, pid: int) -> None:
         """This process is that rank now."""
         struct.pack_into("i", self._memory, _PIDS + 4 * rank, pid)
+        self._memory[_PHASES + rank] = 0
         self._memory[_WAITS + 16 * rank : _WAITS + 16 * rank + 16] = bytes(16)
 
     def launches(self, pid: int) -> None:
@@ -119,6 +120,10 @@ class Places:
         """The phase in which the blow met the rank that it came from."""
         number = self._memory[_DEALT + 9]
         return _NAMES[number - 1] if number else "before"
+
+    def has_joined(self, rank: int) -> bool:
+        """Whether a rank has come to checkflow: before, it waits for others in torch's own calls."""
+        return bool(self._memory[_PHASES + rank])
 
     @property
     def launcher(self) -> int:

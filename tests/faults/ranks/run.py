@@ -230,10 +230,11 @@ class Killing:
 
     def _await_death(self, pids: list[int], dealt: float, process: JobProcess) -> bool:
         """The launcher ends the ranks that are left; returns whether it starts them again."""
-        while _alive(pids):
+        while left := _alive(pids):
             seconds = time.monotonic() - dealt
-            if seconds > DEATH_SECONDS - 1:  # by SIGKILL it ends them then
-                self.tally.problems.append(f"ranks {_alive(pids)} live {seconds:.0f} s after another one's death")
+            ours = [rank for rank, pid in enumerate(pids) if pid in left and self._places.has_joined(rank)]
+            if seconds > DEATH_SECONDS - 1 and (ours or seconds > 2 * DEATH_SECONDS):  # by SIGKILL it ends them then
+                self.tally.problems.append(f"ranks {ours} live {seconds:.0f} s after another one's death")
                 return False
             bury(self._strangers, process.process)
             time.sleep(LOOK_SECONDS)
