@@ -45,9 +45,12 @@ class PlanCache:
 
     def find(self, fits: Callable[[Plan], bool]) -> tuple[Plan, Path] | None:
         """The newest plan that fits, and its file. Damaged files are skipped and logged once."""
-        for path in self._files():
-            if path.name in self._damaged:
-                continue
+        try:
+            with self._open() as folder:
+                names = _plans(folder)
+        except OSError:  # no folder yet, or unreadable: no plans
+            return None
+        for path in (self.folder / name for name in names if name not in self._damaged):
             try:
                 plan = plans.load(path)
                 if plan_name(plan.fingerprint, self._limits) == path.name and fits(plan):
@@ -72,7 +75,7 @@ class PlanCache:
         try:
             with self._open() as folder:
                 fs.fsync(folder)
-                kept = {path.name, *(other.name for other in self._files()[:KEPT])}
+                kept = {path.name, *_plans(folder)[:KEPT]}
                 for name in fs.names(folder):
                     if _OURS.fullmatch(name) and name not in kept:
                         fs.unlink(name, dir_fd=folder)
@@ -112,13 +115,12 @@ class PlanCache:
                 folder = opened.enter_context(fs.folder(name, dir_fd=folder))
             yield folder
 
-    def _files(self) -> list[Path]:
-        try:
-            with self._open() as folder, os.scandir(folder) as entries:
-                found = [(entry.stat().st_mtime_ns, entry.name) for entry in entries if _is_plan(entry)]
-        except OSError:  # no folder yet, or unreadable: no plans
-            return []
-        return [self.folder / name for _, name in sorted(found, reverse=True)]
+
+def _plans(folder: int) -> list[str]:
+    """Names of the plans in an open folder, newest first."""
+    with os.scandir(folder) as entries:
+        found = [(entry.stat().st_mtime_ns, entry.name) for entry in entries if _is_plan(entry)]
+    return [name for _, name in sorted(found, reverse=True)]
 
 
 def _reason(error: OSError) -> str:

@@ -259,6 +259,19 @@ class Killing:
             if not _alive([self._places.launcher]):
                 return
             time.sleep(LOOK_SECONDS)
+        pids = self._places.pids()
+        for pid in pids:  # or the first job ends before the second has come
+            if _alive([pid]):
+                os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(LOOK_SECONDS)
+            if len(_alive(pids)) == life.kind.ranks and all(_trains(lines, life) for lines in notes.look()):
+                self._refuse(life)
+        finally:
+            for pid in pids:
+                _continue(pid)
+
+    def _refuse(self, life: Life) -> None:
         rival = replace(life, notes=Path(f"{life.notes}-rival"), number=0, restarts=0)
         said = NotesReader(rival.notes, life.kind.ranks)
         self._rival_places.clear()
@@ -269,8 +282,6 @@ class Killing:
         while process.process.poll() is None:
             time.sleep(LOOK_SECONDS)
         found = said.look()
-        if any(line["event"] == "ended" for lines in notes.look() for line in lines):
-            return  # the first job has come to its end meanwhile
         seconds = []
         begun = max((line["at"] for lines in found for line in lines if line["event"] == "starts"), default=0.0)
         for rank, lines in enumerate(found):
@@ -296,7 +307,8 @@ def _trains(lines: list[Line], life: Life) -> bool:
     starts = max((at for at, line in enumerate(lines) if line["event"] == "starts"), default=None)
     if starts is None or not lines[starts]["start"].startswith(f"{life.number}."):
         return False
-    return any(line["event"] == "boundary" for line in lines[starts:])
+    events = {line["event"] for line in lines[starts:]}
+    return "boundary" in events and not events & {"ended", "raised"}
 
 
 def _alive(pids: list[int]) -> list[int]:
