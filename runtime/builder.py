@@ -73,10 +73,13 @@ def refusing_together(council: Council | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if council is not None:
-            council.refuse(error)
-            council.close("it cannot start")
-        raise
+        if council is None:
+            raise
+        cause = council.refuse(error)
+        council.close("it cannot start")
+        if cause is error:
+            raise
+        raise cause from error
 
 
 def check_job(job: Job, given: Plan | None, *, of_a_rank: bool = False) -> torch.device:

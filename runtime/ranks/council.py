@@ -140,11 +140,19 @@ class Council:
         if report.lacks:  # may be long, and stands on this rank's card
             self._tell(lambda member, chair, now: member.report(replace(report, lacks=())))
 
-    def refuse(self, error: BaseException) -> None:
-        """This rank cannot start: all others raise the same. Returns when that is at the meeting place, if it can."""
+    def refuse(self, error: BaseException) -> BaseException:
+        """This rank cannot start: all others raise the same. Returns when that is at the meeting place, if it can.
+
+        What is returned is to be raised: the error, or the earlier refusal of another rank that is the cause.
+        """
         refusal = starting.refusal_of(error, self.rank)
         self._tell(lambda member, chair, now: member.refuse(refusal))
         self._wait_quietly(lambda: self.view.refusal is not None, _MARGIN_SECONDS)
+        first = self.view.refusal
+        if isinstance(error, StorageError) and first is not None and self.rank not in first.ranks:
+            cause = starting.error_of(first)  # rank 0 may have set aside what this rank was reading
+            return error if str(cause) == str(error) else cause
+        return error
 
     def tell_best(self, best: tuple[tuple[int, float], ...]) -> None:
         """Rank 0, in ``choose``: the best ranked checkpoints, by step and metric."""

@@ -87,6 +87,7 @@ class RankStart:
             )  # fmt: skip
         except BaseException as error:
             if isinstance(error, CorruptCheckpointError):
+                self.council.refuse(error)  # before other ranks find the folder gone
                 self._set_aside()
             if begun:
                 half_restored.mark(job.models, job.optimizers)
