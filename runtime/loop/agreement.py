@@ -10,7 +10,6 @@ from collections import deque
 
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.member import View
-from checkflow.runtime.ranks.records import Schedule
 
 _SCHEDULED = 16  # boundaries that a schedule names at most
 _WAIT_SHARE = 0.6  # of the grace period: the rest is for the last checkpoint
@@ -72,10 +71,10 @@ class Agreement:
         if self._by_number:
             return wanted
         if not self.leads:
-            return self._view.schedule.is_due(step)
+            return step in self._view.scheduled
         if wanted and ahead and (not self._scheduled or self._scheduled[-1] < step):
             self._scheduled.append(step + ahead)
-            self._council.schedule(Schedule(tuple(self._scheduled), self._scheduled[-1]))
+            self._council.schedule(tuple(self._scheduled))
         return step in self._scheduled
 
     def leave(self, step: int, *, captured: bool) -> None:

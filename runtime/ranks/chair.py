@@ -19,7 +19,6 @@ from checkflow.runtime.ranks.records import (
     Card,
     Ended,
     Receipt,
-    Schedule,
     Start,
     StartReport,
     name_ranks,
@@ -99,8 +98,8 @@ class Chair:
 
     # What rank 0 decides
 
-    def schedule(self, schedule: Schedule) -> None:
-        self._board = replace(self._board, schedule=schedule)
+    def schedule(self, steps: tuple[int, ...]) -> None:
+        self._board = replace(self._board, scheduled=steps)
 
     def reclaim(self, run_id: str, dead_run_id: str) -> None:
         """All ranks have come: each attempt until :meth:`resume` puts a dead run's captures on storage."""

@@ -21,7 +21,7 @@ from checkflow.runtime.ranks import receipts, starting
 from checkflow.runtime.ranks.chair import Chair, Overview
 from checkflow.runtime.ranks.meeting import MeetingPlace
 from checkflow.runtime.ranks.member import Member, View
-from checkflow.runtime.ranks.records import Attempt, Ended, Receipt, Schedule, Start, StartReport
+from checkflow.runtime.ranks.records import Attempt, Ended, Receipt, Start, StartReport
 from checkflow.runtime.ranks.rounds import Event, Rounds
 
 logger = logging.getLogger("checkflow")
@@ -219,9 +219,9 @@ class Council:
         """Another plan runs here, with this interval; 0: none. Rank 0 finds that of all in its ``overview``."""
         self._events.put(lambda member, chair, now: member.plan(interval))
 
-    def schedule(self, schedule: Schedule) -> None:
+    def schedule(self, steps: tuple[int, ...]) -> None:
         """Rank 0: which boundaries are captured, decided ``overview.lead`` iterations ahead."""
-        self._events.put(lambda member, chair, now: None if chair is None else chair.schedule(schedule))
+        self._events.put(lambda member, chair, now: None if chair is None else chair.schedule(steps))
 
     # The writer's thread
 

@@ -20,7 +20,6 @@ from checkflow.runtime.ranks.records import (
     EndAsked,
     Receipt,
     Refusal,
-    Schedule,
     Start,
     StartReport,
 )
@@ -40,7 +39,7 @@ class View:
         capture_seconds: see :class:`.records.Board`.
     """
 
-    schedule: Schedule = field(default_factory=Schedule)
+    scheduled: tuple[int, ...] = ()
     start: Start = field(default_factory=Start)
     refusal: Refusal | None = None
     attempts: tuple[Attempt, ...] = ()
@@ -107,7 +106,7 @@ class Member:
         end_now = (self._end_deadline is not None and (hopeless or overdue)) or (end is not None and end.at is None)
         silent = tuple(sorted({*board.silent, 0})) if gone else board.silent
         return View(
-            board.schedule, board.start, board.refusal, board.attempts, end, end_now, silent, board.capture_seconds
+            board.scheduled, board.start, board.refusal, board.attempts, end, end_now, silent, board.capture_seconds
         )
 
     # What happens here

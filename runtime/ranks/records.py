@@ -151,28 +151,6 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Which boundaries are captured.
-
-    Attributes:
-        steps: those captured up to ``horizon``.
-        horizon: the last boundary that rank 0 has decided.
-        interval: beyond it, each so many iterations from ``horizon`` are captured in doubt; 0: none.
-    """
-
-    __pydantic_config__ = STRICT
-    steps: Many[Step] = ()
-    horizon: Step = 0
-    interval: Count = 0
-
-    def is_due(self, step: int) -> bool:
-        if step <= self.horizon:
-            return step in self.steps
-        base = self.steps[-1] if self.steps else self.horizon
-        return bool(self.interval) and (step - base) % self.interval == 0
-
-
-@dataclass(frozen=True, slots=True)
 class Card:
     """All that a rank says.
 
@@ -212,6 +190,7 @@ class Board:
     """All that rank 0 says to all.
 
     Attributes:
+        scheduled: the last boundaries that rank 0 has chosen to capture; some are to come.
         attempts: the last ones, the newest last.
         silent: ranks whose cards do not change any more, or that have left.
         capture_seconds: by which a capture may be complete on one rank later than on others: as long as the longest
@@ -224,7 +203,7 @@ class Board:
     world_size: Annotated[int, Field(ge=1)]
     start: Start = Start()
     refusal: Refusal | None = None
-    schedule: Schedule = Schedule()
+    scheduled: Many[Step] = ()
     attempts: Many[Attempt] = ()
     end: End | None = None
     silent: Many[Rank] = ()

@@ -20,7 +20,7 @@ from checkflow.core.errors import CheckflowError, MismatchError, StorageError
 from checkflow.runtime.ranks import receipts, rounds
 from checkflow.runtime.ranks.chair import Chair
 from checkflow.runtime.ranks.member import Member, View
-from checkflow.runtime.ranks.records import Attempt, Receipt, Refusal, Schedule, StartReport
+from checkflow.runtime.ranks.records import Attempt, Receipt, Refusal, StartReport
 from checkflow.runtime.ranks.rounds import Event, Rounds
 
 SILENT, START, RECEIPTS, GRACE, POLL = 3.0, 8.0, 4.0, 6.0, 0.25  # seconds
@@ -85,6 +85,7 @@ class Seat:
         self.stopped_until = self.stopped_seconds = 0.0
         self.entered = resume  # the iteration that it is in
         self.captures: list[int] = []
+        self.scheduled: tuple[int, ...] = ()  # rank 0's
         self.ended_at: int | None = None  # by agreement
         self.stuck = False
         self.last_attempt = 0
@@ -147,7 +148,7 @@ class Seat:
             view = self.view
             if draw.random() < 0.3:
                 yield draw.uniform(0, 0.3)
-            due = view.schedule.is_due(step) and (not world.faults or draw.random() < 0.98)
+            due = self._is_due(step, view) and (not world.faults or draw.random() < 0.98)
             if due:
                 self.captures.append(step)
             elif world.faults and draw.random() < 0.05 and self.captures:
@@ -159,8 +160,6 @@ class Seat:
                     break
             at = world.now
             self.tell(lambda member, chair, now, step=step, at=at, due=due: member.passed(step, at, captured=due))  # type: ignore[misc]
-            if self.rank == 0:
-                self._schedule(step)
             if step == world.end_at and self.rank == world.end_by:
                 self.tell(lambda member, chair, now: member.ask_end("SIGTERM", now, GRACE))
         self.trained = True
@@ -179,7 +178,6 @@ class Seat:
             yield 0.1
         resume = self.resume
         self.tell(lambda member, chair, now: chair.resume(resume, "run") if chair else None)
-        self.tell(lambda member, chair, now: chair.schedule(Schedule((), resume, world.every)) if chair else None)
         while self.view.start.stage == "reports" and not self._refused():
             yield 0.1
         if not self._refused():
@@ -198,16 +196,21 @@ class Seat:
     def _refused(self) -> bool:
         return self.view.refusal is not None or 0 in self.view.silent
 
-    def _schedule(self, step: int) -> None:
-        """Rank 0's policy: each ``every``-th boundary, and sometimes another interval from some boundary on."""
-        world = self.world
-        chair = self.rounds.chair
-        assert chair is not None
+    def _is_due(self, step: int, view: View) -> bool:
+        """Each ``every``-th boundary, by its number, or by rank 0, which takes another interval from time to time."""
+        world, chair = self.world, self.rounds.chair
+        if world.by_number:
+            return step % world.every == 0
+        if chair is None:
+            return step in view.scheduled
         if world.random.random() < 0.1:
             world.every = world.random.randint(1, 6)
-        horizon = step + chair.overview().lead
-        steps = tuple(one for one in range(step + 1, horizon + 1) if one % world.every == 0)
-        self.tell(lambda member, chair, now: chair.schedule(Schedule(steps, horizon, world.every)) if chair else None)
+        ahead = chair.overview().lead
+        if ahead and (step + ahead) % world.every == 0 and (not self.scheduled or self.scheduled[-1] < step):
+            self.scheduled = (*self.scheduled, step + ahead)[-16:]
+            steps = self.scheduled
+            self.tell(lambda member, chair, now: chair.schedule(steps) if chair else None)
+        return step in self.scheduled
 
     def _wait_for_end(self, step: int, due: bool) -> Process:
         self.tell(lambda member, chair, now: member.waits(step, captured=due))
@@ -334,6 +337,7 @@ class World:
         self.size = draw.randint(2, 4)
         self.iteration_seconds = draw.choice([0.02, 0.2, 0.5])
         self.every = draw.randint(1, 6)
+        self.by_number = draw.random() < 0.5
         self.end_at, self.end_by = draw.randint(2, 40), draw.randrange(self.size)
         self.delay_seconds = draw.choice([0.0, 0.2, 1.5]) if self.faults else 0.05
         self.loss = draw.choice([0.0, 0.1, 0.4]) if self.faults else 0.0

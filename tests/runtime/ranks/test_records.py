@@ -24,7 +24,6 @@ from checkflow.runtime.ranks.records import (
     End,
     Receipt,
     Refusal,
-    Schedule,
     dumps,
     loads,
     name_ranks,
@@ -77,20 +76,6 @@ def test_what_is_no_record_is_refused_in_one_line(data: bytes) -> None:
 )  # fmt: skip
 def test_ranks_in_words(ranks: tuple[int, ...], words: str) -> None:
     assert name_ranks(ranks) == words
-
-
-@pytest.mark.parametrize(
-    ("schedule", "due"),
-    [
-        (Schedule(), []),
-        (Schedule((2, 5), 6), [2, 5]),
-        (Schedule((2, 5), 6, 3), [2, 5, 8, 11]),
-        (Schedule((), 0, 4), [4, 8]),
-        (Schedule((), 6, 3), [9]),
-    ],
-)
-def test_which_boundaries_are_due(schedule: Schedule, due: list[int]) -> None:
-    assert [step for step in range(1, 12) if schedule.is_due(step)] == due
 
 
 # ---------------------------------------------------------------------------------------------------------- receipts
