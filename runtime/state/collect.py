@@ -55,6 +55,7 @@ class StateWalk:
     def __init__(self, models: Models, optimizers: Optimizers, *, of_a_rank: bool = False) -> None:
         self._models, self._optimizers = models, optimizers
         self._of_a_rank = of_a_rank  # accept DTensors: see collect_state
+        self._fsdp: list[Any] = _fsdp_modules(models) if of_a_rank else []
         self._state: TrainingState | None = None
         self._slots: list[tuple[Mapping[Any, Any] | _ScriptedTable, Any, Any]] = []
         self._owners: list[tuple[Any, Any, Any]] = []
@@ -76,8 +77,8 @@ class StateWalk:
 
     def current(self) -> TrainingState:
         """The state: the same object as at the last call exactly if no tensor, and no memory of one, changed."""
-        if self._of_a_rank:
-            _shard_again(self._models)
+        for module in self._fsdp:
+            module.reshard()  # it keeps whole parameters after a forward pass that no backward pass has followed
         if self._state is None or not self._unchanged():
             self._state = collect_state(self._models, self._optimizers, of_a_rank=self._of_a_rank)
             self._remember()
@@ -140,12 +141,9 @@ class StateWalk:
         self.modules_with_extra_state = dict(modules_with_extra_state(self._models))
 
 
-def _shard_again(models: Models) -> None:
-    """Have FSDP2 free whole parameters, which it keeps after a forward pass that no backward pass has followed."""
-    for model in models.values():
-        for module in model.modules():
-            if isinstance(getattr(module, "_get_fsdp_state", None), types.MethodType):
-                module.reshard()  # type: ignore[operator]
+def _fsdp_modules(models: Models) -> list[nn.Module]:
+    modules = (module for model in models.values() for module in model.modules())
+    return [module for module in modules if isinstance(getattr(module, "_get_fsdp_state", None), types.MethodType)]
 
 
 class _ScriptedTable:
