@@ -54,7 +54,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for part, known in [*((one, CASES) for one in asked.states), *((one, PEERS) for one in asked.peers)]:
         if part not in known:
             parser.error(f"{part!r} is none of {', '.join(known)}")
-    if min(asked.rounds, asked.kills) < 0 or asked.every < 1 or (asked.threads or 1) < 1 or (asked.iterations or 1) < 1:
+    counts = (asked.every, asked.threads, asked.iterations)
+    if min(asked.rounds, asked.kills) < 0 or any(count is not None and count < 1 for count in counts):
         parser.error("--rounds and --kills must be 0 or more; --every, --threads and --iterations 1 or more")
     return asked
 

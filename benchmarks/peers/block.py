@@ -33,6 +33,7 @@ CYCLES = 3  # checkpoints, before those that are timed
 SAVES = 3  # at rest
 WATCH_SECONDS = 0.02
 EXIT_SECONDS = 60.0
+MOST_SAID = 200  # characters of an error
 LIMIT_SECONDS = 900.0  # without a word of a block: it hangs
 
 
@@ -145,12 +146,11 @@ def own_errors(directory: Path) -> None:
         os.dup2(file.fileno(), sys.stderr.fileno())
 
 
-def last_error(directory: Path, exit_code: int | None) -> str:
-    """What the process said last, and how it ended."""
+def last_error(directory: Path) -> str:
+    """What the process said last: of an exception that is its text."""
     path = directory / "errors"
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines()] if path.exists() else []
-    said = next((line for line in reversed(lines) if line), "it said nothing")
-    return f"{said} (exit code {exit_code})"
+    return next((line[:MOST_SAID] for line in reversed(lines) if line), "it said nothing")
 
 
 def _in_process(request: Request, parent: Connection) -> None:
@@ -180,7 +180,6 @@ def memory_of(process: psutil.Process) -> int:
 
 def run_block(request: Request) -> Block | Failure:
     """Measure one block in a new process."""
-    request.directory.mkdir(parents=True)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_in_process, args=(request, there))
@@ -195,7 +194,7 @@ def run_block(request: Request) -> Block | Failure:
     if process.is_alive():
         process.kill()
         process.join()
-    failure = Failure(last_error(request.directory, process.exitcode))
+    failure = Failure(f"{last_error(request.directory)} (exit code {process.exitcode})")
     shutil.rmtree(request.directory)
     return found or failure
 
@@ -226,5 +225,5 @@ def request_for(
     """A block of whole checkpoint cycles, in a new directory of its own."""
     asked = iterations or CASES[case].iterations
     whole = max(2, -(-asked // every)) * every
-    place = Path(tempfile.mkdtemp(dir=directory, prefix="block-")) / "files"
+    place = Path(tempfile.mkdtemp(dir=directory, prefix="block-"))
     return Request(peer, case, every, whole, threads, place)

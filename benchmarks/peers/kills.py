@@ -11,7 +11,6 @@ import contextlib
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import statistics
 import tempfile
@@ -145,20 +144,19 @@ def kill_saves(peer: str, case: str, kills: int, *, directory: Path, seed: int) 
     for _ in range(DRY_RUNS + TRIES * kills):
         if left.total() == kills:
             break
-        place = Path(tempfile.mkdtemp(dir=directory, prefix="kill-"))
         after = moments.uniform(0, statistics.median(whole)) if len(whole) >= DRY_RUNS else None
-        life = _one_life(context, peer, case, place, after)
-        if life is None:
-            return Failure(last_error(place, None))
-        if after is None:
-            assert life.seconds is not None
-            whole.append(life.seconds)
-        elif life.seconds is None:
-            found = _left(context, peer, case, place, life.states)
-            left[found] += 1
-            if found == NOTHING:
-                reasons[last_error(place, None)] = None
-        shutil.rmtree(place)
+        with tempfile.TemporaryDirectory(dir=directory, prefix="kill-") as name:
+            place = Path(name)
+            life = _one_life(context, peer, case, place, after)
+            if life is None:
+                return Failure(last_error(place))
+            if life.seconds is None:
+                found = _left(context, peer, case, place, life.states)
+                left[found] += 1
+                if found == NOTHING:
+                    reasons[last_error(place)] = None
+            elif after is None:
+                whole.append(life.seconds)
     if left.total() < kills:
         return Failure(f"only {left.total()} of {kills} kills came before a save's end")
     return Kills(statistics.median(whole), dict(left), tuple(reasons))

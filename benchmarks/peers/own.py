@@ -20,6 +20,7 @@ from checkflow.runtime.persist.writer import Durable
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.files import parse_step
+from checkflow.runtime.store.store import Store
 
 
 class CheckFreq(Staged):
@@ -56,15 +57,11 @@ class CheckFreq(Staged):
         self.settle()
 
     def restore(self) -> None:
-        if resume_from(self._store, "must", self.job.step.models, self.job.step.optimizers, {}) is None:
-            raise FileNotFoundError(f"{self._store.directory} holds no checkpoint")
+        resume_from(self._store, "must", self.job.step.models, self.job.step.optimizers, {})
 
 
 class Checkflow:
-    """A Checkpointer with ``every``, which makes its own plan. It is made, and restores, when it is first needed.
-
-    Every second boundary and the like would be other intervals: with ``every`` exactly those are saved.
-    """
+    """A Checkpointer with ``every``, which makes its own plan. It is made, and resumes, when it first trains."""
 
     def __init__(self, job: Job, every: int, directory: Path) -> None:
         self.job, self._every, self._directory = job, every, directory
@@ -156,9 +153,11 @@ class Checkflow:
             self._steps, self._in_turn = None, False
 
     def restore(self) -> None:
-        if self.checkpointer.resumed_from is None:
-            raise FileNotFoundError(f"{self._directory} holds no checkpoint")
+        """What a Checkpointer's start does to restore; what else a start does, a plan's reading for one, is no part."""
+        with contextlib.closing(Store(self._directory, run_id="restore")) as store:
+            resume_from(store, "must", self.job.step.models, self.job.step.optimizers, {})
 
     def close(self) -> None:
-        with contextlib.closing(self.checkpointer):
-            self._stop()
+        if self._checkpointer is not None:
+            with contextlib.closing(self._checkpointer):
+                self._stop()

@@ -37,11 +37,7 @@ class Peer(Protocol):
         """Train once, call ``ready``, and save while training stands still; returns when it is durable."""
 
     def restore(self) -> None:
-        """Bring the newest checkpoint back into the job's tensors.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Bring the newest checkpoint back into the job's tensors; it is an error if there is none."""
 
     def close(self) -> None: ...
 
