@@ -147,9 +147,10 @@ def own_errors(directory: Path) -> None:
 
 
 def last_error(directory: Path) -> str:
-    """What the process said last: of an exception that is its text."""
+    """What the process said last: of an exception that is its text, in which the directory is "…"."""
     path = directory / "errors"
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()] if path.exists() else []
+    text = path.read_text(errors="replace").replace(str(directory), "…") if path.exists() else ""
+    lines = [line.strip() for line in text.splitlines()]
     return next((line[:MOST_SAID] for line in reversed(lines) if line), "it said nothing")
 
 
