@@ -40,7 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="0: kills alone [5]")
     parser.add_argument("--kills", type=int, default=60, help="of each peer's re-saves; 0: none [60]")
     parser.add_argument("--every", type=int, default=5, help="iterations from one checkpoint to the next [5]")
-    parser.add_argument("--iterations", type=int, help="timed in a block [20 to 100, by state]")
+    parser.add_argument("--iterations", type=int, help="timed in a block [10 to 100, by state]")
     parser.add_argument("--threads", type=int, help="that training has [as torch chooses]")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills [0]")
     parser.add_argument("--directory", type=Path, help="on the disk to measure [the temporary folder]")

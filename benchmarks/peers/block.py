@@ -1,7 +1,7 @@
 """One peer in a process of its own: training without it, with it, without it again; a save at rest, and a restore.
 
 Training before and after a peer's own part is what that part is compared with, so that a drift of the machine cancels.
-The parent watches memory, from training alone to checkpoints in regular operation, in iterations that are not timed.
+The parent looks at memory before that part, and watches it while checkpoints are made that are not timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.peers.peers import PEERS
 from benchmarks.store_speed import drop
 
 WARM_UP = 3  # iterations, before training without checkpoints is timed
-CYCLES = 3  # checkpoints, before those that are timed
+CYCLES = 2  # checkpoints, before those that are timed
 SAVES = 3  # at rest
 WATCH_SECONDS = 0.02
 EXIT_SECONDS = 60.0
@@ -90,9 +90,11 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
     half = request.iterations // 2
     plain = _train(job, WARM_UP + half)[WARM_UP:]
     checkpoints = request.directory / "checkpoints"
+    with memory_watched() as alone:
+        pass
+    peer = make(job, request.every, checkpoints)
+    note = peer.prepare() if isinstance(peer, Checkflow) else ""
     with memory_watched() as memory:
-        peer = make(job, request.every, checkpoints)
-        note = peer.prepare() if isinstance(peer, Checkflow) else ""
         peer.run(CYCLES * request.every)
         peer.settle()
     with contextlib.closing(peer):
@@ -123,7 +125,7 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
             raise SystemExit("the restored state differs from the saved one")
     return Block(
         job.state_bytes, tuple(plain), tuple(seconds), tail, held, -(-request.iterations // request.every), begun,
-        durable_seconds, save_seconds, tuple(raw_writes), restore_seconds, raw_read, max(memory) - memory[0], note,
+        durable_seconds, save_seconds, tuple(raw_writes), restore_seconds, raw_read, max(memory) - alone[0], note,
     )  # fmt: skip
 
 
@@ -161,10 +163,10 @@ def _in_process(request: Request, parent: Connection) -> None:
 
 @contextlib.contextmanager
 def _watched(parent: Connection) -> Iterator[list[int]]:
-    """Let the parent follow this process's memory meanwhile."""
+    """Let the parent follow this process's memory meanwhile: at least as it is at the beginning."""
     found: list[int] = []
     parent.send(True)
-    parent.recv()  # it has seen what there is before
+    parent.recv()  # it has looked
     yield found
     parent.send(False)
     found += parent.recv()

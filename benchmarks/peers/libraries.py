@@ -132,6 +132,7 @@ class TorchCheckpointing(Files):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
         from torch_checkpointing.config import AsyncCheckpointSaverConfig, CheckpointLoaderConfig
         from torch_checkpointing.staging import CheckpointStagerConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
@@ -140,7 +141,11 @@ class TorchCheckpointing(Files):
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
         self._manager = CheckpointManager(
             CheckpointManager.Config(
-                save=AsyncCheckpointSaverConfig(staging_config=staging),
+                save=AsyncCheckpointSaverConfig(
+                    staging_config=staging,
+                    # Its 30 seconds are too few on a busy machine.
+                    process_config=CheckpointProcessConfig(subprocess_init_timeout_secs=300),
+                ),
                 load=CheckpointLoaderConfig(use_mmap=False),
                 storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
             )

@@ -21,7 +21,7 @@ USAGE = """\
 - **CheckFreq**: its own code needs libraries of 2019, so its mechanism runs on checkflow's store and copies: "synchronous"; "persist beside", which copies in the foreground and writes in the background; "pipelined", which also copies behind the next forward and backward, until the optimizer's step.
 - **checkflow**: `Checkpointer(every=…)` as it comes. It makes its plan before anything is timed.
 
-A version counts when its bytes, its folders and its names are flushed. All peers keep two versions, each at a new path. Each restore brings all bytes into memory, from files that the page cache was told to forget, and is compared bit for bit.
+A version counts when its bytes, its folders and its names are flushed. "Durable after" is measured while training goes on, from the beginning of the save; "durable write" while it stands still. "Hold" is how long the training thread waits or copies for one checkpoint: timed around the library's calls, and for checkflow as its [run report](../reference/run-report.md) counts it. "Memory" is what a peer's processes add to training at most, each shared page counted once; without checkflow's planner, which has ended by then. All peers keep two versions, each at a new path. Each restore brings all bytes into memory, from files that the page cache was told to forget, and is compared bit for bit. For checkflow this is the part of `Checkpointer()` that restores; to read its plan takes further time.
 """  # noqa: E501
 
 
