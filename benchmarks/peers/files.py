@@ -112,7 +112,8 @@ class Files(AtBoundaries):
     def _checkpoint(self, number: int) -> None:
         self.settle()  # one is under way at a time
         begun = time.monotonic()
-        self._number += not (self._again and self._number)
+        if not (self._again and self._number):
+            self._number += 1
         path = self._path(self._number)
         wait = self.begin(path)
         if wait is None:

@@ -94,16 +94,16 @@ class _Child:
             return self.pipe.recv() if self.pipe.poll(LIMIT_SECONDS) else None
         return None
 
-    def kill(self) -> int | None:
-        """Kill it and its children; returns how it ended."""
+    def kill(self) -> None:
+        """Kill it and its children; the second time there is nothing to do."""
         if self.pipe.closed:
-            return self.process.exitcode
-        with contextlib.suppress(ProcessLookupError):  # it never got as far, or all have ended
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
+            return
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or all have ended
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join(EXIT_SECONDS)
         self.pipe.close()
-        return self.process.exitcode
 
     def __enter__(self) -> _Child:
         return self

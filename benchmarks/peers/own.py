@@ -68,7 +68,6 @@ class Checkflow:
         self.saved: list[Saved] = []
         self._checkpointer: checkflow.Checkpointer | None = None
         self._steps: Generator[int] | None = None
-        self._in_turn = False
 
     @property
     def checkpointer(self) -> checkflow.Checkpointer:
@@ -94,14 +93,12 @@ class Checkflow:
         writer.after_each = note
 
     def _turn(self) -> None:
-        """Begin the next turn, unless one has begun; this marks the boundary of the last one."""
-        if not self._in_turn:
-            if self._steps is None:
-                steps = self.checkpointer.steps(2**31)
-                assert isinstance(steps, Generator)
-                self._steps = steps
-            next(self._steps)
-        self._in_turn = False
+        """Begin the next turn, which marks the boundary of the last one."""
+        if self._steps is None:
+            steps = self.checkpointer.steps(2**31)
+            assert isinstance(steps, Generator)
+            self._steps = steps
+        next(self._steps)
 
     @property
     def held_seconds(self) -> float:
@@ -150,7 +147,7 @@ class Checkflow:
     def _stop(self) -> None:
         if self._steps is not None:
             self._steps.close()
-            self._steps, self._in_turn = None, False
+            self._steps = None
 
     def restore(self) -> None:
         """What a Checkpointer's start does to restore; what else a start does, a plan's reading for one, is no part."""
