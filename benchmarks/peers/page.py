@@ -113,8 +113,8 @@ def render(content: Content, images: str = "../images") -> str:
         parts += [
             "## Killed during a re-save",
             f"SIGKILL at random moments while a job of {content['kill_state']} GB saves again over what it saved "
-            "before: to the same path, but torch_checkpointing refuses that, and gets a new one. Another process then "
-            "restores, and compares bit for bit.",
+            "before: to the same path. torch_checkpointing refuses that and gets a new one, and checkflow's store "
+            "always makes a new version. Another process then restores, and compares bit for bit.",
             _kills(content["kills"]),
             *_failures(content["kills"]),
         ]
