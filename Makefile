@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt mnist-ddp nanogpt-fsdp test test-all test-again check kills ranks-kills faults fuzz council test-gpu
+.PHONY: demo mnist nanogpt mnist-ddp nanogpt-fsdp test test-all test-again check kills ranks-kills faults fuzz council peers test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -61,6 +61,11 @@ fuzz: $(STAMP)
 SCHEDULES ?= 100000
 council: $(STAMP)
 	@$(BIN)/python -m tests.runtime.ranks.run --schedules $(SCHEDULES) $(if $(SEED),--first $(SEED)) $(if $(BREAK),--break $(BREAK))
+
+# checkflow beside other checkpointers, on a machine that does nothing else. ONLY='checkflow,torch.save': these alone, and the
+# figures go nowhere unless OUTPUT= names a file; STATES=0.1, ROUNDS=3, KILLS=0.
+peers: $(STAMP)
+	@$(BIN)/python -m benchmarks.peers $(if $(ONLY),--only '$(ONLY)') $(if $(STATES),--states $(STATES)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter command line,$(origin KILLS)),--kills $(KILLS)) $(if $(OUTPUT),--output '$(OUTPUT)')
 
 check: $(STAMP)
 	$(BIN)/ruff check .

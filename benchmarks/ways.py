@@ -96,7 +96,7 @@ class Plain:
         pass
 
 
-class _AtBoundaries:
+class AtBoundaries:
     """What the baselines share: a checkpoint begins at every ``every``-th boundary, the first one included."""
 
     def __init__(self, step: checkflow.TrainingStep, every: int) -> None:
@@ -124,7 +124,7 @@ class _AtBoundaries:
         """Nothing is under way once ``run`` has returned, unless a subclass says otherwise."""
 
 
-class TorchSave(_AtBoundaries):
+class TorchSave(AtBoundaries):
     """``torch.save`` into a new file, fsynced, its name too; the last two files stay."""
 
     def __init__(self, step: checkflow.TrainingStep, every: int, directory: Path) -> None:
@@ -160,7 +160,7 @@ class TorchSave(_AtBoundaries):
         """Its files go with the directory that they lie in."""
 
 
-class Staged(_AtBoundaries):
+class Staged(AtBoundaries):
     """State is copied into staging memory, and committed by checkflow's store.
 
     Args:
@@ -228,14 +228,18 @@ class Staged(_AtBoundaries):
             self._writer.wait_until_at_most(0)
 
     def _before_step(self, *_: Any) -> None:
+        begun = time.perf_counter()
+        self._end_copies()
+        self.held_seconds += time.perf_counter() - begun
+
+    def _end_copies(self) -> None:
         if self._in_flight:
-            begun = time.perf_counter()
             self._engine.wait(self._late)
             self._engine.finish()
             self._in_flight = False
-            self.held_seconds += time.perf_counter() - begun
 
     def settle(self) -> None:
+        self._end_copies()
         self._writer.wait_until_at_most(0)
         error = self._writer.take_error()
         if error is not None:

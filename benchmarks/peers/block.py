@@ -1,0 +1,232 @@
+"""One peer in a process of its own: training without it, with it, without it again; a save at rest, and a restore.
+
+Training before and after a peer's own part is what that part is compared with, so that a drift of the machine cancels.
+The parent looks at memory before that part, and watches it while checkpoints are made that are not timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.peers import raw
+from benchmarks.peers.job import CASES, Job
+from benchmarks.peers.own import Checkflow
+from benchmarks.peers.peers import PEERS
+from benchmarks.store_speed import drop
+
+WARM_UP = 3  # iterations, before training without checkpoints is timed
+CYCLES = 2  # checkpoints, before those that are timed
+SAVES = 3  # at rest
+WATCH_SECONDS = 0.02
+EXIT_SECONDS = 60.0
+MOST_SAID = 200  # characters of an error
+LIMIT_SECONDS = 900.0  # without a word of a block: it hangs
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a block is to measure.
+
+    Args:
+        every: iterations from one checkpoint to the next.
+        iterations: timed with the peer, and as many without it.
+        threads: that training has; None: as torch chooses.
+    """
+
+    peer: str
+    case: str
+    every: int
+    iterations: int
+    threads: int | None
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one block found."""
+
+    state_bytes: int
+    plain_seconds: tuple[float, ...]  # of each iteration without the peer
+    seconds: tuple[float, ...]  # and with it
+    tail_seconds: float  # from the last of them until its last checkpoint was durable
+    held_seconds: float  # by all checkpoints of these iterations together
+    asked: int
+    begun: int
+    durable_seconds: tuple[float, ...]  # of each that became durable
+    save_seconds: tuple[float, ...]  # at rest
+    raw_write_seconds: tuple[float, ...]  # just before each
+    restore_seconds: float
+    raw_read_seconds: float
+    memory_bytes: int  # above training alone, at the most
+    note: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A peer that could not be measured, and why."""
+
+    reason: str
+
+
+def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractContextManager[list[int]]]) -> Block:
+    """Measure one block in this process."""
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    job, make = Job(request.case), PEERS[request.peer].make
+    half = request.iterations // 2
+    plain = _train(job, WARM_UP + half)[WARM_UP:]
+    checkpoints = request.directory / "checkpoints"
+    with memory_watched() as alone:
+        pass
+    peer = make(job, request.every, checkpoints)
+    note = peer.prepare() if isinstance(peer, Checkflow) else ""
+    with memory_watched() as memory:
+        peer.run(CYCLES * request.every)
+        peer.settle()
+    with contextlib.closing(peer):
+        begun, held, durable = peer.checkpoints, peer.held_seconds, len(peer.saved)
+        seconds = peer.run(request.iterations)
+        tail = _timed(peer.settle)
+        begun, held = peer.checkpoints - begun, peer.held_seconds - held
+        durable_seconds = tuple(one.seconds for one in peer.saved[durable:])
+    if not durable_seconds:
+        raise SystemExit(f"none of {begun} checkpoints became durable")
+    plain += _train(job, WARM_UP + request.iterations - half)[WARM_UP:]
+    raw_writes: list[float] = []
+    with contextlib.closing(make(job, 1, checkpoints)) as peer:
+        peer.save()  # which also makes what a job makes once
+        durable = len(peer.saved)
+        for _ in range(SAVES):
+            peer.save(lambda: raw_writes.append(raw.write_seconds(request.directory, job.state_bytes)))
+        save_seconds = tuple(one.seconds for one in peer.saved[durable:])
+        digest = job.digest()
+    raw_read = raw.read_seconds(request.directory, job.state_bytes)
+    job.forget()
+    for path in checkpoints.rglob("*"):
+        if path.is_file():
+            drop(path)
+    with contextlib.closing(make(job, 1, checkpoints)) as peer:
+        restore_seconds = _timed(peer.restore)
+        if job.digest() != digest:
+            raise SystemExit("the restored state differs from the saved one")
+    return Block(
+        job.state_bytes, tuple(plain), tuple(seconds), tail, held, -(-request.iterations // request.every), begun,
+        durable_seconds, save_seconds, tuple(raw_writes), restore_seconds, raw_read, max(memory) - alone[0], note,
+    )  # fmt: skip
+
+
+def _train(job: Job, iterations: int) -> list[float]:
+    return [_timed(job.train) for _ in range(iterations)]
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+# The process, and who watches it
+
+
+def own_errors(directory: Path) -> None:
+    """Let this process write its errors to a file, whose last line says why it failed."""
+    with open(directory / "errors", "ab") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+
+
+def last_error(directory: Path) -> str:
+    """What the process said last: of an exception that is its text, in which the directory is "…"."""
+    path = directory / "errors"
+    text = path.read_text(errors="replace").replace(str(directory), "…") if path.exists() else ""
+    lines = [line.strip() for line in text.splitlines()]
+    return next((line[:MOST_SAID] for line in reversed(lines) if line), "it said nothing")
+
+
+def _in_process(request: Request, parent: Connection) -> None:
+    own_errors(request.directory)
+    parent.send(measure(request, functools.partial(_watched, parent)))
+
+
+@contextlib.contextmanager
+def _watched(parent: Connection) -> Iterator[list[int]]:
+    """Let the parent follow this process's memory meanwhile: at least as it is at the beginning."""
+    found: list[int] = []
+    parent.send(True)
+    parent.recv()  # it has looked
+    yield found
+    parent.send(False)
+    found += parent.recv()
+
+
+def memory_of(process: psutil.Process) -> int:
+    """Of a process and its children, each shared page once."""
+    total = 0
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            total += one.memory_full_info().pss
+    return total
+
+
+def run_block(request: Request) -> Block | Failure:
+    """Measure one block in a new process."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_in_process, args=(request, there))
+    process.start()
+    there.close()
+    try:
+        found = _follow(here, psutil.Process(process.pid))
+    except BaseException:
+        process.kill()
+        raise
+    process.join(EXIT_SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    failure = Failure(f"{last_error(request.directory)} (exit code {process.exitcode})")
+    shutil.rmtree(request.directory)
+    return found or failure
+
+
+def _follow(child: Connection, process: psutil.Process) -> Block | None:
+    """Watch memory when the child asks for it, until it sends what it found; None: it ended, or hangs."""
+    samples: list[int] | None = None
+    with contextlib.suppress(EOFError, psutil.NoSuchProcess):
+        while True:
+            if samples is not None and not child.poll(WATCH_SECONDS):
+                samples.append(memory_of(process))
+            elif samples is None and not child.poll(LIMIT_SECONDS):
+                return None
+            elif isinstance(message := child.recv(), Block):
+                return message
+            elif message:
+                samples = [memory_of(process)]
+                child.send(None)
+            else:
+                child.send(samples)
+                samples = None
+    return None
+
+
+def request_for(
+    peer: str, case: str, *, every: int, iterations: int | None, threads: int | None, directory: Path
+) -> Request:
+    """A block of whole checkpoint cycles, in a new directory of its own."""
+    asked = iterations or CASES[case].iterations
+    whole = max(2, -(-asked // every)) * every
+    place = Path(tempfile.mkdtemp(dir=directory, prefix="block-"))
+    return Request(peer, case, every, whole, threads, place)

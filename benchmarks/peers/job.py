@@ -1,0 +1,85 @@
+"""The job that all peers checkpoint: a GPT-2 of some size with AdamW, whose state is three times its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import nn
+
+import checkflow
+from checkflow.models.gpt2 import GPT2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A size of state. ``iterations``: timed in a block."""
+
+    layers: int
+    heads: int
+    width: int
+    vocabulary: int
+    tokens: int
+    iterations: int
+
+
+# By gigabytes of state.
+CASES = {
+    "0.01": Case(1, 4, 192, 1024, 16, 20),
+    "0.1": Case(8, 4, 256, 4096, 256, 100),
+    "1": Case(8, 12, 768, 16384, 64, 20),
+    "4": Case(24, 16, 1024, 16384, 64, 10),
+}
+
+
+def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+class Job:
+    """A training step with real tensors. One iteration has been made, so the optimizer has its state."""
+
+    def __init__(self, name: str) -> None:
+        case = CASES[name]
+        torch.manual_seed(0)
+        self.model = GPT2(case.vocabulary, 1024, case.layers, case.heads, case.width, dropout=0.0)
+        # Not every peer stores a shared tensor once, and that is not what is compared here.
+        self.model.lm_head.weight = nn.Parameter(self.model.lm_head.weight.detach().clone())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        batch = tuple(torch.randint(case.vocabulary, (2, 1, case.tokens)))
+        self.step = checkflow.TrainingStep(self.model, self.optimizer, loss=_loss, batch=batch)
+        self.train()
+
+    def train(self) -> None:
+        """Make one iteration."""
+        self.step.run(self.step.batch)
+
+    def state(self) -> dict[str, Any]:
+        """What scripts save: both state dicts, whose tensors are the live ones."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for parameter in self.model.parameters():
+            yield parameter.detach()
+            # Those that are there: a restore that brings back none must show, too.
+            yield from (value for _, value in sorted(self.optimizer.state[parameter].items()))
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def digest(self) -> str:
+        """Of all bytes of the state."""
+        found = xxhash.xxh3_128()
+        for tensor in self._tensors():
+            found.update(tensor.numpy())
+        return found.hexdigest()
+
+    def forget(self) -> None:
+        """Overwrite the state, so that a restore has to bring all of it back."""
+        for tensor in self._tensors():
+            tensor.zero_()
