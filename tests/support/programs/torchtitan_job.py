@@ -197,7 +197,8 @@ if __name__ == "__main__":
     try:
         trainer.train()
         weights: list[Any] = list(trainer.model_parts[0].parameters())
-        weights += [one for state in trainer.optimizers.optimizers[0].state.values() for one in state.values()]
+        states = trainer.optimizers.optimizers[0].state
+        weights += [states[one][name] for one in list(weights) for name in sorted(states[one])]
         tell("ended", step=trainer.step, seen=trainer.ntokens_seen, digest=digest(weights))
     finally:
         trainer.close()
