@@ -24,17 +24,19 @@ class RankJob:
     """One run of ``ranks_job.py``; its logs lie in ``folder``, which is the run's own.
 
     Args:
+        program: another one that is called and logs alike.
         restarts: how often torchrun starts all ranks again, after one has failed.
     """
 
     def __init__(
-        self, folder: Path, ranks: int, directory: Path, kind: str, epochs: int, *, restarts: int = 0, **options: Any
-    ) -> None:
+        self, folder: Path, ranks: int, directory: Path, kind: str, epochs: int, *, restarts: int = 0,
+        program: Path = PROGRAM, **options: Any,
+    ) -> None:  # fmt: skip
         folder.mkdir(parents=True)
         self.folder, self.ranks = folder, ranks
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-            f"--max-restarts={restarts}", "--monitor-interval=0.1", str(PROGRAM), str(directory), kind, str(epochs),
+            f"--max-restarts={restarts}", "--monitor-interval=0.1", str(program), str(directory), kind, str(epochs),
             *(f"{name}={value}" for name, value in options.items()),
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
