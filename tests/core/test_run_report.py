@@ -175,7 +175,9 @@ def make_sensible(report: RunReport) -> RunReport:
     iteration = dataclasses.replace(report.phases.iteration, total_seconds=whole)
     phases = dataclasses.replace(report.phases, iteration=iteration, iterations=min(3, report.iteration))
     plan = report.plan and dataclasses.replace(report.plan, interval=report.plan.interval + 1)
-    return dataclasses.replace(report, phases=phases, plan=plan, audited=report.audits_passed + report.breaches)
+    audited = report.audits_passed + report.breaches
+    held = (run_report.HeldIterations(0.5, phases.iterations, phases.iterations),) if report.held_iterations else ()
+    return dataclasses.replace(report, phases=phases, plan=plan, audited=audited, held_iterations=held)
 
 
 # Several ranks
@@ -235,7 +237,7 @@ def change(place: str, value: Any) -> Callable[[bytes], bytes]:
         inner = whole if place.startswith("/") else whole["runs"][-1]
         *path, last = place.strip("/").split(".")
         for key in path:
-            inner = inner[key]
+            inner = inner[int(key) if isinstance(inner, list) else key]
         inner[last] = value
         return json.dumps(whole).encode()
 
@@ -270,6 +272,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "phases": (change("phases.data.total_seconds", 1e6), "do not add up"),
     "iterations": (change("phases.iterations", 7), "phases.iterations is more"),
     "interval": (change("plan.interval", 0), "plan.interval"),
+    "held iterations": (change("held_iterations.0.snapshot_wait", 99), "of 6 by snapshot_wait"),
     "another clock": (change("phases.clock", "device"), "phases.clock"),
 }
 
@@ -319,6 +322,17 @@ def test_a_run_is_told_as_it_was(tmp_path: Path) -> None:
     assert run.measured.iteration_seconds is not None
     assert run.measured.stall_seconds is not None
     assert (run.frequency.memory_interval, run.frequency.disk_interval, run.frequency.reason) == (1, 1, "every")
+    assert [sum(getattr(one, wait) for one in run.held_iterations) for wait in ("snapshot_wait", "persist_wait")] == [
+        6, 6,
+    ]  # fmt: skip
+    start, *points, end = run.history
+    assert (start.checkpoints, start.iteration, start.durable_step, start.lag_iterations) == (0, 0, None, 0)
+    assert [(point.checkpoints, point.durable_step, point.failed) for point in points] == [
+        (1, step, 0) for step in range(1, 7)
+    ]
+    assert all(point.lag_iterations >= 1 and point.lag_seconds > 0 for point in points)  # the one before was newest
+    assert (end.checkpoints, end.iteration, end.durable_step, end.disk_interval) == (0, 6, 6, 1)
+    assert sorted(point.unix_seconds for point in run.history) == [point.unix_seconds for point in run.history]
 
 
 def test_bytes_by_the_way_they_took(tmp_path: Path) -> None:
