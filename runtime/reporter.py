@@ -15,13 +15,13 @@ import torch
 
 from checkflow.core import run_report
 from checkflow.core.errors import ReportError
+from checkflow.core.run_history import HeldIterations, HistoryPoint, extended
 from checkflow.core.run_report import (
     FILE,
     KEPT_RUNS,
     AllRanks,
     Bandwidths,
     Frequency,
-    HeldIterations,
     HeldSeconds,
     Lag,
     Measured,
@@ -31,7 +31,6 @@ from checkflow.core.run_report import (
     PhaseTimes,
     RunReport,
 )
-from checkflow.core.run_history import HistoryPoint, extended
 from checkflow.core.state import training_device, unwrap
 from checkflow.core.units import format_seconds, format_size, format_stall
 from checkflow.runtime.job.job import Job

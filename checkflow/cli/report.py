@@ -34,6 +34,7 @@ def compare_reports(subjects: Sequence[str], *, as_json: bool) -> None:
     from checkflow.cli.tables import run as run_table
     from checkflow.core import plan as plans
     from checkflow.core import run_report
+    from checkflow.core.run_comparison import compare_run
     from checkflow.planner.schedule.replay import check_plan
 
     models = [subject for subject in subjects if not subject.endswith(".json")]
@@ -54,7 +55,7 @@ def compare_reports(subjects: Sequence[str], *, as_json: bool) -> None:
     for name in reports:
         runs = run_report.load(name)
         run_report.latest(runs, name)
-        rows.append(run_table.compare_run(name, runs, asked))
+        rows.append(compare_run(name, runs, asked))
     if as_json:
         print_json(run_table.runs_json(rows))
     else:

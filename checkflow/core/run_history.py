@@ -1,4 +1,4 @@
-"""A run over time, in bounded memory: points that stand for more and more of its checkpoints. Pure data."""
+"""A run over time, in bounded memory: points that stand for more and more of its checkpoints, and histograms."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ class HistoryPoint:
     failed: int  # checkpoints so far
     lag_iterations: int  # since the newest durable step, right before the next one took its place
     lag_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeldIterations:
+    """A bin of the waits' histograms: how many iterations were held so long, above the end of the bin before."""
+
+    __pydantic_config__ = STRICT
+    most_seconds: float
+    snapshot_wait: int
+    persist_wait: int
 
 
 def extended(points: Sequence[HistoryPoint], new: HistoryPoint) -> tuple[HistoryPoint, ...]:

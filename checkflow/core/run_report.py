@@ -16,7 +16,7 @@ from typing import Any, Literal
 from checkflow.core.errors import ReportError, first_fault
 from checkflow.core.graph import STRICT, Many
 from checkflow.core.plan import Plan
-from checkflow.core.run_history import HistoryPoint
+from checkflow.core.run_history import HeldIterations, HistoryPoint
 from checkflow.core.small_files import check_density, check_fields, check_members, read_regular
 
 FILE = "report.json"
@@ -211,16 +211,6 @@ class AllRanks:
     each: Many[RankCosts]  # at most MOST_RANKS; the one first that was held longest
 
 
-@dataclass(frozen=True, slots=True)
-class HeldIterations:
-    """A bin of the waits' histograms: how many iterations were held so long, above the end of the bin before."""
-
-    __pydantic_config__ = STRICT
-    most_seconds: float
-    snapshot_wait: int
-    persist_wait: int
-
-
 @dataclass(frozen=True)
 class RunReport:
     """One run of a job. Units are in the names; null means unknown or absent."""
@@ -319,9 +309,14 @@ def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
 
 
 def to_dict(report: RunReport) -> dict[str, Any]:
-    plain = dataclasses.asdict(report)
+    plain = dataclasses.asdict(dataclasses.replace(report, history=(), held_iterations=()))
     plain["frequency"]["changes"] = list(plain["frequency"]["changes"])
-    plain |= {name: list(plain[name]) for name in ("history", "held_iterations")}
+    for name, kind in (
+        ("history", HistoryPoint),
+        ("held_iterations", HeldIterations),
+    ):  # asdict is slow
+        names = [field.name for field in dataclasses.fields(kind)]
+        plain[name] = [{field: getattr(one, field) for field in names} for one in getattr(report, name)]
     if plain["ranks"] is not None:
         plain["ranks"] |= {name: list(plain["ranks"][name]) for name in ("silent", "each")}
     return plain

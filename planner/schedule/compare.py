@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from checkflow.core.plan import Fingerprint, Plan
 from checkflow.core.timeline import Timeline
@@ -15,6 +15,15 @@ from checkflow.planner.schedule.replay import snapshot_stall_seconds
 
 if TYPE_CHECKING:
     from checkflow.planner.timeline.measured import StepTimes
+
+
+class Way(NamedTuple):
+    """One way of making checkpoints."""
+
+    name: str
+    peak_bytes: int | None  # None: no plan keeps the limits
+    stall_seconds: float | None  # of one checkpoint
+    interval: int  # iterations from one checkpoint to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,19 @@ class Comparison:
     checkflow_interval: int | None  # iterations from one checkpoint to the next
     explanation: str
     measured: StepTimes | None = None  # None: the times are the roofline's, or a plan file's
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Every way, checkflow's last."""
+        training, stall = self.training_peak_bytes, self.checkfreq_gpu_stall_seconds
+        interval = self.checkflow_interval or 1
+        return (
+            Way("synchronous", training, self.synchronous_stall_seconds, 1),
+            Way("CheckFreq, GPU snapshot", self.checkfreq_peak_bytes, stall, 1),
+            Way("CheckFreq, released", self.checkfreq_released_peak_bytes, stall, 1),
+            Way("CheckFreq, CPU snapshot", training, self.checkfreq_cpu_stall_seconds, 1),
+            Way(f"checkflow, {self.status}", self.checkflow_peak_bytes, self.checkflow_stall_seconds, interval),
+        )
 
 
 def compare_plan(source: str, plan: Plan) -> Comparison:

@@ -33,6 +33,7 @@ from checkflow.cli.main import FAILED, FOUND, USAGE, main
 from checkflow.core import plan as plans
 from checkflow.core import run_report
 from checkflow.core.errors import ReportError
+from checkflow.core.run_history import HeldIterations
 from checkflow.core.run_report import RunReport
 from checkflow.runtime import log_handler, reporter, resources
 from checkflow.runtime.store.discovery import find
@@ -176,7 +177,7 @@ def make_sensible(report: RunReport) -> RunReport:
     phases = dataclasses.replace(report.phases, iteration=iteration, iterations=min(3, report.iteration))
     plan = report.plan and dataclasses.replace(report.plan, interval=report.plan.interval + 1)
     audited = report.audits_passed + report.breaches
-    held = (run_report.HeldIterations(0.5, phases.iterations, phases.iterations),) if report.held_iterations else ()
+    held = (HeldIterations(0.5, phases.iterations, phases.iterations),) if report.held_iterations else ()
     return dataclasses.replace(report, phases=phases, plan=plan, audited=audited, held_iterations=held)
 
 
