@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkflow.cli.tables.measurement import measured_json, measured_rows
-from checkflow.core.units import format_rate, format_seconds, format_size, format_stall, round_up
+from checkflow.core.units import added, format_rate, format_seconds, format_size, format_stall, iterations, round_up
 
 if TYPE_CHECKING:
     from checkflow.demo.kills import DemoResult
@@ -229,12 +229,6 @@ def _facts(title: str) -> Table:
     return table
 
 
-def added(peak_bytes: int, training_bytes: int) -> str:
-    """What a way of making checkpoints adds to training's peak, for people."""
-    more = peak_bytes - training_bytes
-    return f"+{format_size(more)} ({100 * more / training_bytes:.3g} %)" if training_bytes and more else "nothing added"
-
-
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.3g} %" if whole else "no time"
 
@@ -291,11 +285,6 @@ def _comparison_caption(interval: int) -> str:
     if interval == 1:
         return "each makes a checkpoint every iteration"
     return f"checkflow makes a checkpoint every {iterations(interval)}, the others every iteration"
-
-
-def iterations(interval: int) -> str:
-    """The words after "every"."""
-    return "iteration" if interval == 1 else f"{interval} iterations"
 
 
 def demo_json(planned: Planned, result: DemoResult) -> dict[str, Any]:
