@@ -11,6 +11,7 @@ from rich.table import Table
 from checkflow.core.run_comparison import RunComparison
 from checkflow.core.run_report import AllRanks, RunReport
 from checkflow.core.units import format_seconds, format_size
+from checkflow.views.run import LIVES_COLUMNS, lives_rows
 
 
 def runs_json(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
@@ -35,6 +36,17 @@ def runs_json(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
             for one in comparisons
         ]
     }
+
+
+def lives_table(runs: Sequence[RunReport]) -> Table:
+    """Each run of a job: when it was, what it did again, and how it ended."""
+    table = Table(title="runs of this job", title_justify="left")
+    for column in LIVES_COLUMNS:
+        last = column == LIVES_COLUMNS[-1]
+        table.add_column(column, justify="left" if last else "right", no_wrap=not last, overflow="fold")
+    for row in lives_rows(runs):
+        table.add_row(*row)
+    return table
 
 
 def runs_tables(comparisons: Sequence[RunComparison]) -> Iterable[Table]:
