@@ -170,15 +170,17 @@ def merged(marks: Iterable[Mark], seconds: float, least: int = LEAST_MERGED) -> 
     every = list(marks)
     if len(every) <= least or seconds <= 0:
         return every
-    pixel, last = seconds / PIXELS, (-1, "")
+    pixel = seconds / PIXELS
+    latest: dict[str, tuple[int, int]] = {}  # by kind: the pixel that the last mark lies within, and its place
     for mark in every:
         place = int(mark.begin_seconds / pixel)
         within = int(mark.end_seconds / pixel) == place
-        if within and last == (place, mark.kind):
-            found[-1] = _joined(found[-1], mark)
+        last, index = latest.get(mark.kind, (-1, -1))
+        if within and last == place:
+            found[index] = _joined(found[index], mark)
         else:
+            latest[mark.kind] = (place if within else -1, len(found))
             found.append(mark)
-        last = (place, mark.kind) if within else (-1, "")
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkflow.core.errors import CheckflowError, ViewError
+from checkflow.core.errors import ViewError
 from checkflow.core.small_files import visible
 
 # What a page may load: nothing.
@@ -167,7 +167,7 @@ def _plotly() -> str:
         raise ViewError("pages need plotly, which is not installed: pip install 'checkflow[html]'") from None
     script: str = get_plotlyjs()
     if "</script" in script.lower():
-        raise CheckflowError("this version of plotly cannot be put into a page: its script holds the end of a script")
+        raise ViewError("this version of plotly cannot be put into a page: its script holds the end of a script")
     return script
 
 

@@ -225,6 +225,11 @@ def test_people_are_told_what_ranks_cost(written: bytes, tmp_path: Path, capsys:
     assert main(["compare", str(file), "--json"]) == FOUND
     (said,) = json.loads(capsys.readouterr().out)["reports"]
     assert said["ranks"] == run_report.to_dict(several)["ranks"]
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path)]) == FOUND
+    assert "│ the start │" in " ".join(capsys.readouterr().out.split())
+    assert main(["report", str(tmp_path), "--html", str(page)]) == FOUND
+    assert "1 of 4 ranks have told nothing." in page.read_text()
 
 
 # Hostile files
