@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt mnist-ddp nanogpt-fsdp test test-all test-again check kills ranks-kills faults fuzz council test-gpu
+.PHONY: pictures demo mnist nanogpt mnist-ddp nanogpt-fsdp test test-all test-again check kills ranks-kills faults fuzz council test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -61,6 +61,10 @@ fuzz: $(STAMP)
 SCHEDULES ?= 100000
 council: $(STAMP)
 	@$(BIN)/python -m tests.runtime.ranks.run --schedules $(SCHEDULES) $(if $(SEED),--first $(SEED)) $(if $(BREAK),--break $(BREAK))
+
+# The pictures of docs/how-to/pages.md: needs chromium and chromedriver.
+pictures: $(STAMP)
+	@$(BIN)/python -m docs.pictures
 
 check: $(STAMP)
 	$(BIN)/ruff check .
