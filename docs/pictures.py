@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 IMAGES = Path(__file__).parent / "images"
-WIDTH = 1100
+WIDTH = 1000
 MOST_BYTES = 200_000
 STARTS = (130, 210, 10**9)  # iterations until the job is killed
 
@@ -26,14 +26,17 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name, browser() as window:
         folder = Path(name)
-        plan, job = folder / "gpt2.json", folder / "checkpoints"
-        checkflow("plan", "gpt2", "--bandwidth", "3GB/s", "--overhead", "1%", "-o", str(plan))
-        checkflow("show", str(plan), "--html", str(folder / "plan.html"))
+
+        def checkflow(*arguments: str) -> None:
+            subprocess.run([sys.executable, "-m", "checkflow", *arguments], check=True, cwd=folder)
+
+        checkflow("plan", "gpt2", "--bandwidth", "3GB/s", "--overhead", "1%", "-o", "gpt2.json")
+        checkflow("show", "gpt2.json", "--html", "plan.html")
         for iterations in STARTS:
-            subprocess.run([sys.executable, "-m", "docs.pictures", str(job), str(iterations)], check=False)
-        checkflow("report", str(job), "--html", str(folder / "run.html"))
-        models = ("alexnet", "vgg11", "resnet18", "bert", "gpt2")
-        checkflow("compare", *models, "--html", str(folder / "comparison.html"))
+            command = [sys.executable, "-m", "docs.pictures", str(folder / "checkpoints"), str(iterations)]
+            subprocess.run(command, check=False)  # some are killed
+        checkflow("report", "checkpoints", "--html", "run.html")
+        checkflow("compare", "alexnet", "vgg11", "resnet18", "bert", "gpt2", "--html", "comparison.html")
         for page, last in (("plan", "iteration"), ("run", "lag"), ("comparison", "stalls")):
             window.open(folder / f"{page}.html", width=WIDTH, height=3000)
             bottom = window.run("return document.getElementById(arguments[0]).getBoundingClientRect().bottom", last)
@@ -44,10 +47,6 @@ def main() -> None:
             if len(picture) > MOST_BYTES:
                 raise SystemExit(f"the picture of the {page} page has {len(picture)} bytes, more than {MOST_BYTES}")
             (IMAGES / f"page-{page}.png").write_bytes(picture)
-
-
-def checkflow(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "checkflow", *arguments], check=True)
 
 
 def train(directory: Path, iterations: int) -> None:

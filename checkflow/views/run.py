@@ -72,7 +72,8 @@ def lives_rows(runs: Sequence[RunReport]) -> list[list[str]]:
 
 
 LIVES_COLUMNS: Final = (
-    "run", "began (UTC)", "lasted", "went on from", "up to", "repeated", "committed", "failed", "end",
+    "run", "began (UTC)", "last report after", "went on from", "up to", "repeated", "committed", "failed",
+    "end",
 )  # fmt: skip
 
 

@@ -33,5 +33,6 @@ def test_points_stand_for_equally_many_checkpoints() -> None:
     history: tuple[HistoryPoint, ...] = ()
     for number in range(10 * MOST_POINTS):
         history = extended(history, point(number, int(number > 0), 1))
+        assert len(history) <= MOST_POINTS
         assert len({one.checkpoints for one in history[1:-1]}) <= 2  # two while they are joined
     assert len(history) > MOST_POINTS / 2 - 1
