@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -166,13 +167,14 @@ def snapshot_marks(plan: Plan, clock: Clock) -> Iterator[Mark]:
 
 def merged(marks: Iterable[Mark], seconds: float, least: int = LEAST_MERGED) -> list[Mark]:
     """Join marks of one kind that begin and end within the same pixel of ``seconds``, if there are many marks."""
+    coming = iter(marks)
+    first = list(itertools.islice(coming, least + 1))
+    if len(first) <= least or seconds <= 0:
+        return [*first, *coming]
     found: list[Mark] = []
-    every = list(marks)
-    if len(every) <= least or seconds <= 0:
-        return every
     pixel = seconds / PIXELS
     latest: dict[str, tuple[int, int]] = {}  # by kind: the pixel that the last mark lies within, and its place
-    for mark in every:
+    for mark in itertools.chain(first, coming):  # of many iterations there may be millions
         place = int(mark.begin_seconds / pixel)
         within = int(mark.end_seconds / pixel) == place
         last, index = latest.get(mark.kind, (-1, -1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from checkflow.core.plan import Plan
@@ -106,12 +106,11 @@ def _reasons(plan: Plan, replay: Replay) -> Words:
 def _iteration(plan: Plan, replay: Replay) -> Chart:
     """The lanes above, the memory below, over the same time."""
     clock = marks.clock_of(plan)
-    every = {
-        "compute": list(marks.compute_marks(plan, clock)),
-        "traffic": list(marks.traffic_marks(plan, clock)),
-        "copies": list(marks.copy_marks(plan, clock, replay.capacity_bytes)),
+    shown = {
+        "segments": marks.merged(marks.compute_marks(plan, clock), clock.seconds),
+        "transfers": marks.merged(marks.traffic_marks(plan, clock), clock.seconds),
+        "chunks": marks.merged(marks.copy_marks(plan, clock, replay.capacity_bytes), clock.seconds),
     }
-    shown = {name: marks.merged(found, clock.seconds) for name, found in every.items()}
     drawn = [mark for found in shown.values() for mark in found]
     kept = marks.merged(marks.snapshot_marks(plan, clock), clock.seconds)
     unit, scale = seconds_scale(clock.seconds)
@@ -141,7 +140,7 @@ def _iteration(plan: Plan, replay: Replay) -> Chart:
         },
         "yaxis2": {"domain": [0, split - 0.02], "title": f"memory ({memory_unit})", "rangemode": "tozero"},
     }
-    words = _how_to_read(kinds) + _merged_words(every, shown)
+    words = _how_to_read(kinds) + _merged_words(shown)
     return Chart("iteration", _over(plan), [*traces, *memory], layout, words, 300 + 34 * len(lanes) + 120)
 
 
@@ -161,11 +160,11 @@ def _how_to_read(kinds: Collection[str]) -> str:
     return " ".join(parts)
 
 
-def _merged_words(every: dict[str, list[Mark]], shown: dict[str, list[Mark]]) -> str:
+def _merged_words(shown: Mapping[str, Sequence[Mark]]) -> str:
     parts = [
-        f"{len(found)} {what} are drawn as {len(shown[name])} marks"
-        for name, what in (("compute", "segments"), ("traffic", "transfers"), ("copies", "chunks"))
-        if len(found := every[name]) > len(shown[name])
+        f"{count} {what} are drawn as {len(found)} marks"
+        for what, found in shown.items()
+        if (count := sum(mark.count for mark in found)) > len(found)
     ]
     if not parts:
         return ""
@@ -270,7 +269,8 @@ def _thinned(clock: Clock, live: Sequence[int], planned: Sequence[int]) -> tuple
 def _curves(plan: Plan) -> Chart | Words:
     curves = peak_curves(plan)
     if not curves:
-        return Words("Other links", ("Nothing crosses the link, so no link matters.",))
+        why = "This plan has too many steps to try other links." if plan.chunks else "Nothing crosses the link."
+        return Words("Other links and intervals", (why,))
     highest = max(max(curve.peaks_bytes) for curve in curves)
     unit, size = bytes_scale(max(highest, plan.plan_peak_bytes))
     # The longest first: where lines lie on each other, all are seen.

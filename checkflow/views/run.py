@@ -11,7 +11,7 @@ from checkflow.core.run_report import AllRanks, PhaseTimes, RunReport
 from checkflow.core.units import format_seconds, format_size, format_time
 from checkflow.views import palette
 from checkflow.views.page import Chart, Fact, Facts, Part, Table, Words, label, render
-from checkflow.views.scales import seconds_scale
+from checkflow.views.scales import log_ticks, seconds_scale
 
 _NAMED_RESTARTS = 10  # the newest: more names would lie over each other
 _PHASE_WORDS: Final = {"forward_backward": "forward and backward"}
@@ -249,13 +249,15 @@ def _intervals(runs: Sequence[RunReport]) -> Chart:
         memory.append(gap)
         disk.append(gap)
     stepped = {"shape": "hv"}
+    decided = [y for _, y, _ in (*memory, *disk) if y]
+    ticks = log_ticks(min(decided), max(decided)) if decided else []
     traces = [
         _line("on storage", palette.STORAGE, disk, mode="lines+markers", line={**stepped, "width": 4}),
         _line("in host memory", palette.CHECKFLOW, memory, mode="lines+markers", line={**stepped, "dash": "dot"}),
     ]
     layout = {
         "xaxis": {"title": "iteration of the job"},
-        "yaxis": {"title": "iterations to the next", "type": "log", "tickvals": [10**power for power in range(7)]},
+        "yaxis": {"title": "iterations to the next", "type": "log", "tickvals": ticks},
         **_restarts(runs),
     }
     newest = runs[-1].frequency

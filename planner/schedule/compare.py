@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 _CURVE_POINTS = 25  # of a peak over bandwidths
+_CURVE_SNAPSHOT_STEPS = 5_000  # of a horizon of the snapshot policy, which is searched step by step
 
 
 class Way(NamedTuple):
@@ -174,6 +175,8 @@ def peak_curves(plan: Plan) -> tuple[PeakCurve, ...]:
     """Return what other links would change, for intervals around the plan's."""
     question, curves = _without_limits(plan, overhead=None), []
     for interval in sorted({1, 2, 4, plan.interval, 2 * plan.interval}):
+        if plan.policy == "snapshot" and interval * len(plan.timeline.steps) > _CURVE_SNAPSHOT_STEPS:
+            break  # it would take long
         least = least_bandwidth(question, interval)
         if not least:
             continue
