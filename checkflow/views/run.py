@@ -31,8 +31,8 @@ def run_page(source: str, runs: Sequence[RunReport]) -> str:
     if newest.held_iterations:
         parts.append(_holds(runs))
     parts.append(_promises(source, runs))
-    if newest.ranks is not None:
-        parts += [_ranks_chart(newest.ranks)]
+    if newest.ranks is not None and newest.ranks.each:
+        parts.append(_ranks_chart(newest.ranks))
     subtitle = f"{newest.device}{of_ranks}, {lives}, {newest.iteration} iterations; {source}"
     return render(f"Runs of {newest.model}", subtitle, parts)
 
@@ -47,11 +47,18 @@ def end_of(run: RunReport) -> str:
     return "closed" if run.closed else "no end reported"
 
 
+def _date(unix_seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(unix_seconds))
+    except (OverflowError, OSError, ValueError):  # a report may hold any number
+        return f"{unix_seconds:g} s"
+
+
 def lives_rows(runs: Sequence[RunReport]) -> list[list[str]]:
     """For each run: when, from where to where, what was lost, what failed."""
     rows = []
     for place, run in enumerate(runs):
-        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(run.started_unix_seconds))
+        begun = _date(run.started_unix_seconds)
         again = "-" if run.replayed_iterations is None else str(run.replayed_iterations)
         if run.replayed_iterations is not None and not run.replayed_exactly and run.resumed_from is not None:
             again = f"{again} or more"

@@ -38,6 +38,7 @@ from checkflow.core.run_report import RunReport
 from checkflow.runtime import log_handler, reporter, resources
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
+from checkflow.views.run import run_page
 from tests.support import jobs
 from tests.support.faults import Faults, Killed
 from tests.support.oracle import random_plan
@@ -167,6 +168,9 @@ def test_what_is_written_is_read_back(reports: list[RunReport]) -> None:
     data = run_report.dump_file(run_report.dump_run(report) for report in sensible)
     assert run_report.loads(data, "report.json") == tuple(sensible)
     assert [run_report.to_dict(report) for report in sensible] == json.loads(data)["runs"]
+    if sensible:  # whatever a report holds, it can be shown
+        late = dataclasses.replace(sensible[0], started_unix_seconds=9e17)
+        assert run_page("checkpoints", [late, *sensible]).endswith("</html>\n")
 
 
 def make_sensible(report: RunReport) -> RunReport:
