@@ -4,7 +4,8 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt mnist-ddp nanogpt-fsdp test test-all test-again check kills ranks-kills faults fuzz council peers test-gpu
+.PHONY: demo mnist nanogpt mnist-ddp nanogpt-fsdp test test-all test-again check kills ranks-kills faults fuzz council peers \
+    pictures test-gpu
 
 demo: $(STAMP)
 	@$(BIN)/checkflow demo
@@ -66,6 +67,10 @@ council: $(STAMP)
 # figures go nowhere unless OUTPUT= names a file; STATES=0.1, ROUNDS=3, KILLS=0.
 peers: $(STAMP)
 	@$(BIN)/python -m benchmarks.peers $(if $(ONLY),--only '$(ONLY)') $(if $(STATES),--states $(STATES)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter command line,$(origin KILLS)),--kills $(KILLS)) $(if $(OUTPUT),--output '$(OUTPUT)')
+
+# The pictures of docs/how-to/pages.md: needs chromium and chromedriver.
+pictures: $(STAMP)
+	@$(BIN)/python -m docs.pictures
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ import torch
 
 from checkflow.core import run_report
 from checkflow.core.errors import ReportError
+from checkflow.core.run_history import HeldIterations, HistoryPoint, extended
 from checkflow.core.run_report import (
     FILE,
     KEPT_RUNS,
@@ -84,6 +85,10 @@ class Reporter:
         self._started = time.time()
         self._written = self._took_seconds = 0.0  # by time.monotonic
         self._warned = False  # that the file cannot be written was logged
+        self._history: tuple[HistoryPoint, ...] = ()
+        self._ended = 0  # checkpoints committed or failed, at the newest point of the history
+        # The newest durable step by then, and when its capture began.
+        self._safe_step, self._safe_since = resumed_from, time.monotonic()
         earlier = self._read_earlier()
         self._earlier = [run_report.dump_run(run) for run in earlier[1 - KEPT_RUNS :]]
         # Iterations of an earlier run beyond this run's first step are repeated. A killed run had come further than
@@ -163,6 +168,8 @@ class Reporter:
             held_measuring_seconds=max(0.0, reading.parts.get("measuring", 0.0)),
             held_at_ends_seconds=max(0.0, reading.parts.get("ends", 0.0)),
             ranks=self._of_all_ranks(),
+            history=self._history,
+            held_iterations=_held_iterations(reading),
         )
 
     def tell_ranks(self) -> None:
@@ -185,6 +192,8 @@ class Reporter:
         """:meth:`write`, unless it was written a moment ago: a report takes the GIL from training."""
         if time.monotonic() - self._written >= self._took_seconds / MOST_SHARE:
             self.write()
+        else:
+            self._note_and_write(only_note=True)
 
     def write(self, *, closed: bool = False) -> None:
         """Replace the file. Never raises. Of several ranks, rank 0 does; the others tell it their part."""
@@ -192,12 +201,15 @@ class Reporter:
         if not self.speaks:
             return
         begun = time.monotonic()
-        self._write(closed=closed)
+        self._note_and_write(closed=closed)
         self._written = time.monotonic()
         self._took_seconds = self._written - begun
 
-    def _write(self, *, closed: bool) -> None:
+    def _note_and_write(self, *, closed: bool = False, only_note: bool = False) -> None:
         try:
+            self._note()
+            if only_note:
+                return
             report = self.make(closed=closed)
             data = run_report.dump_file([*self._earlier, run_report.dump_run(report)])
             with fs.folder(str(self._directory)) as root:
@@ -214,6 +226,26 @@ class Reporter:
             if not self._warned:
                 self._warned = True
                 logger.exception("cannot write %s; training and checkpoints go on without it", self._directory / FILE)
+
+    def _note(self) -> None:
+        """Add what has happened since the last checkpoint ended to the history."""
+        writer, frequency, iteration = self._saving.writer, self._loop.pace.report, self._loop.iteration
+        durable, ended = writer.durable, writer.committed + writer.failed
+        step = self._resumed_from if durable is None else durable.step
+        point = HistoryPoint(
+            checkpoints=ended - self._ended,
+            unix_seconds=round(time.time(), 3),
+            iteration=iteration,
+            durable_step=step,
+            memory_interval=frequency.memory_interval,
+            disk_interval=frequency.disk_interval,
+            failed=writer.failed + self._loop.place.aborted,
+            lag_iterations=max(0, iteration - (self._safe_step or 0)),
+            lag_seconds=round(max(0.0, time.monotonic() - self._safe_since), 6),
+        )
+        self._history, self._ended = extended(self._history, point), ended
+        if durable is not None:
+            self._safe_step, self._safe_since = step, durable.begun
 
     def _read_earlier(self) -> tuple[RunReport, ...]:
         """The runs in the file. A damaged file is set aside."""
@@ -256,6 +288,14 @@ def _phases(reading: Reading) -> Phases:
         iterations=reading.iterations,
         iteration=_times(reading.iteration),
         **{name: _times(times) for name, times in reading.phases.items()},
+    )
+
+
+def _held_iterations(reading: Reading) -> tuple[HeldIterations, ...]:
+    waits = reading.histograms
+    ends = sorted({end for bins in waits.values() for end in bins})
+    return tuple(
+        HeldIterations(float(f"{end:.3g}"), **{wait: bins.get(end, 0) for wait, bins in waits.items()}) for end in ends
     )
 
 

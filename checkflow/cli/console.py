@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,6 +55,15 @@ def print_parts(parts: Iterable[RenderableType]) -> None:
 
 def print_json(data: object) -> None:
     sys.stdout.write(json.dumps(data, allow_nan=False, indent=2) + "\n")
+
+
+def write_page(page: str, path: Path, *, said: bool) -> None:
+    """Write a page's file, and say so; ViewError if it cannot be written."""
+    from checkflow.views.page import write
+
+    write(page, path)
+    if said:
+        print_line(f"page written to {path}")
 
 
 def complain(message: str) -> None:

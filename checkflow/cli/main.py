@@ -29,6 +29,7 @@ from checkflow.cli.console import (
     stoppable,
     warnings_shown,
     working,
+    write_page,
 )
 from checkflow.cli.options import Formulation, GranularityName, PolicyName, SolverName
 from checkflow.core.errors import CheckflowError, InfeasibleError, StoppedError
@@ -232,6 +233,7 @@ def check(
 @app.command()
 def show(
     plan_file: options.PlanFile,
+    html: options.Html = None,
     as_json: options.Json = False,
 ) -> int:
     """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
@@ -242,10 +244,14 @@ def show(
 
     read = plans.load(plan_file)
     replay = check_plan(read)
+    if html is not None:
+        from checkflow.views.plan import plan_page
+
+        write_page(plan_page(read, replay), html, said=not as_json)
     if as_json:
         print_json(show_table.show_json(read, replay, *binding_interval(read)))
-        return FOUND
-    print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
+    elif html is None:
+        print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
     return FOUND
 
 
@@ -270,6 +276,7 @@ def compare(
     granularity: options.GranularityOption = GranularityName.SEGMENT,
     max_interval: options.MaxInterval = None,
     overhead: options.Overhead = 0.035,
+    html: options.Html = None,
     as_json: options.Json = False,
 ) -> int:
     """Compare synchronous checkpoints, CheckFreq's modes and checkflow; or a run with its plan.
@@ -284,8 +291,11 @@ def compare(
 
     subjects = report.reports_of_directories(subjects)
     if all(subject.endswith(".json") for subject in subjects):
-        options.refuse_given(context, besides=("subjects", "as_json"), why="plan files bring their own")
+        options.refuse_given(context, besides=("subjects", "html", "as_json"), why="plan files bring their own")
     if report.any_report(subjects):
+        options.refuse_given(
+            context, besides=("subjects", "as_json"), why="of a run: checkflow report DIRECTORY --html FILE"
+        )
         report.compare_reports(subjects, as_json=as_json)
         return FOUND
     chosen = planning.device_of(device)
@@ -304,9 +314,13 @@ def compare(
             from checkflow.planner.pipeline import compare_model
 
             rows.append(compare_model(planner(asked, chosen, request, granularity)))
+    if html is not None:
+        from checkflow.views.comparison import comparison_page
+
+        write_page(comparison_page(rows), html, said=not as_json)
     if as_json:
         print_json(plan_table.comparison_json(rows))
-    else:
+    elif html is None:
         print_parts(plan_table.comparison_tables(rows))
     missing = [row for row in rows if row.checkflow_peak_bytes is None]
     for row in missing:
@@ -314,6 +328,7 @@ def compare(
     return INFEASIBLE if missing else FOUND
 
 
+app.command()(report.report)
 app.command()(simulate.simulate)
 app.command()(probe.probe)
 app.command()(demo.demo)

@@ -305,3 +305,7 @@ Output = Annotated[
     typer.Option("-o", "--output", metavar="FILE", help="write the plan here; without a plan, FILE stays as it is"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, and nothing else")]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="write a page for a browser, in one file that needs no network"),
+]

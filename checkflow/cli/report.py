@@ -1,13 +1,36 @@
-"""``checkflow compare`` for run reports: reads the files, and prints the tables of :mod:`.tables.run`."""
+"""``checkflow report``, and ``checkflow compare`` for run reports: the tables of :mod:`.tables.run`, or a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from checkflow.cli.console import print_json, print_parts
+from checkflow.cli import options
+from checkflow.cli.console import FOUND, print_json, print_parts, write_page
+
+
+def report(
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="of a job's checkpoints, or a report.json")],
+    html: options.Html = None,
+) -> int:
+    """Show what a job's runs did and cost: restarts, failures, where the time goes, and the plan's promises."""
+    from checkflow.cli.tables import run as run_table
+    from checkflow.core import run_report
+    from checkflow.core.run_comparison import compare_run
+
+    path = Path(directory) / run_report.FILE if Path(directory).is_dir() else Path(directory)
+    runs = run_report.load(path)
+    run_report.latest(runs, str(path))
+    if html is not None:
+        from checkflow.views.run import run_page
+
+        write_page(run_page(directory, runs), html, said=True)
+        return FOUND
+    print_parts([run_table.lives_table(runs), *run_table.runs_tables([compare_run(str(path), runs, None)])])
+    return FOUND
 
 
 def reports_of_directories(subjects: Sequence[str]) -> list[str]:
@@ -34,6 +57,7 @@ def compare_reports(subjects: Sequence[str], *, as_json: bool) -> None:
     from checkflow.cli.tables import run as run_table
     from checkflow.core import plan as plans
     from checkflow.core import run_report
+    from checkflow.core.run_comparison import compare_run
     from checkflow.planner.schedule.replay import check_plan
 
     models = [subject for subject in subjects if not subject.endswith(".json")]
@@ -54,7 +78,7 @@ def compare_reports(subjects: Sequence[str], *, as_json: bool) -> None:
     for name in reports:
         runs = run_report.load(name)
         run_report.latest(runs, name)
-        rows.append(run_table.compare_run(name, runs, asked))
+        rows.append(compare_run(name, runs, asked))
     if as_json:
         print_json(run_table.runs_json(rows))
     else:

@@ -78,6 +78,10 @@ class ReportError(CheckflowError):
     """A run's report cannot be read: the file is missing, damaged, or of another version."""
 
 
+class ViewError(CheckflowError):
+    """A page or another view cannot be made or written."""
+
+
 class ConsistencyError(CheckflowError):
     """An audit found staged bytes that differ from the state at the boundary; the message names the tensor."""
 

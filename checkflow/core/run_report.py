@@ -16,13 +16,14 @@ from typing import Any, Literal
 from checkflow.core.errors import ReportError, first_fault
 from checkflow.core.graph import STRICT, Many
 from checkflow.core.plan import Plan
+from checkflow.core.run_history import HeldIterations, HistoryPoint
 from checkflow.core.small_files import check_density, check_fields, check_members, read_regular
 
 FILE = "report.json"
 KEPT_RUNS = 32
 MOST_RANKS = 16  # that a report names with their costs
 VERSION = 1
-MAX_BYTES = 1 << 22  # some forty times the size of KEPT_RUNS runs
+MAX_BYTES = 1 << 22  # some six times the size of KEPT_RUNS long runs
 PlanSource = Literal["given", "cache", "recorded"]
 _MOST = 1e18  # no bytes, seconds or count reach it
 
@@ -253,6 +254,8 @@ class RunReport:
     held_measuring_seconds: float = 0.0
     held_at_ends_seconds: float = 0.0
     ranks: AllRanks | None = None
+    history: Many[HistoryPoint] = ()  # at most MOST_POINTS, the oldest first
+    held_iterations: Many[HeldIterations] = ()  # by the end of the bin
 
     @property
     def checkpoint_seconds(self) -> float:
@@ -306,8 +309,14 @@ def promises_of(plan: Plan, source: PlanSource) -> PlanInForce:
 
 
 def to_dict(report: RunReport) -> dict[str, Any]:
-    plain = dataclasses.asdict(report)
+    plain = dataclasses.asdict(dataclasses.replace(report, history=(), held_iterations=()))
     plain["frequency"]["changes"] = list(plain["frequency"]["changes"])
+    for name, kind in (
+        ("history", HistoryPoint),
+        ("held_iterations", HeldIterations),
+    ):  # asdict is slow
+        names = [field.name for field in dataclasses.fields(kind)]
+        plain[name] = [{field: getattr(one, field) for field in names} for one in getattr(report, name)]
     if plain["ranks"] is not None:
         plain["ranks"] |= {name: list(plain["ranks"][name]) for name in ("silent", "each")}
     return plain
@@ -388,6 +397,10 @@ def _contradiction(run: RunReport) -> str | None:
         return "audited is not audits_passed and breaches together"
     if run.phases.iterations > run.iteration:
         return "phases.iterations is more than the job has"
+    for wait in ("snapshot_wait", "persist_wait"):
+        held = sum(getattr(one, wait) for one in run.held_iterations)
+        if run.held_iterations and held != run.phases.iterations:
+            return f"held_iterations has {held} iterations of {run.phases.iterations} by {wait}"
     if run.plan is not None and run.plan.interval < 1:
         return "plan.interval is no number of iterations"
     whole = run.phases.iteration.total_seconds

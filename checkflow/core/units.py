@@ -109,3 +109,14 @@ def format_time(seconds: float) -> str:
 def format_stall(seconds: float) -> str:
     """A stall for people."""
     return format_seconds(seconds) if seconds else "none"
+
+
+def added(peak_bytes: int, training_bytes: int) -> str:
+    """What a way of making checkpoints adds to training's peak, for people."""
+    more = peak_bytes - training_bytes
+    return f"+{format_size(more)} ({100 * more / training_bytes:.3g} %)" if training_bytes and more else "nothing added"
+
+
+def iterations(interval: int) -> str:
+    """The words after "every"."""
+    return "iteration" if interval == 1 else f"{interval} iterations"

@@ -24,6 +24,7 @@ DATA, FORWARD_BACKWARD, UPDATE, SNAPSHOT_WAIT, PERSIST_WAIT, PLANNING, OTHER = r
 _HOLDS: Final = {"anchors": SNAPSHOT_WAIT, "boundary": SNAPSHOT_WAIT, "buffers": PERSIST_WAIT, "planning": PLANNING}
 
 ERROR_SHARE: Final = 0.01  # by which a quantile may be off
+BINS_A_DECADE: Final = 4  # of a histogram
 STALLS_KEPT: Final = 200  # checkpoints
 _GROWTH = (1 + ERROR_SHARE) / (1 - ERROR_SHARE)
 _LOG_GROWTH = math.log(_GROWTH)
@@ -66,6 +67,14 @@ class Quantiles:
                 return min(max(2 * _GROWTH**bucket / (_GROWTH + 1), self._least), self._most)
         raise AssertionError("every duration is in a bucket")
 
+    def histogram(self) -> dict[float, int]:
+        """How many durations lie in each bin, by its upper end in seconds; those below a nanosecond lie in bin 0."""
+        bins = {0.0: self._zeros} if self._zeros else {}
+        for bucket in sorted(self._buckets):
+            end = 10 ** (math.ceil(bucket * _LOG_GROWTH / math.log(10) * BINS_A_DECADE) / BINS_A_DECADE)
+            bins[end] = bins.get(end, 0) + self._buckets[bucket]
+        return bins
+
     def copy(self) -> Quantiles:
         """As it is now."""
         twin = copy.copy(self)
@@ -90,6 +99,7 @@ class Reading:
     parts: Mapping[str, float]  # seconds of snapshot and persist waits, by what their iterations were for
     iteration: Times
     phases: Mapping[str, Times]
+    histograms: Mapping[str, Mapping[float, int]]  # of both waits, as Quantiles.histogram
     # Since the plan in place was put there:
     computing_seconds: float | None  # median of forward, backward and update together; None: not seen
     stall_seconds: float | None  # median of what one checkpoint holds, persist waits and what is held anyway aside
@@ -227,6 +237,7 @@ class PhaseClock:
                 name: Times(max(total, 0.0), quantiles.at(0.5), quantiles.at(0.99))
                 for name, total, quantiles in zip(PHASES, totals, phases, strict=True)
             },
+            {PHASES[wait]: phases[wait].histogram() for wait in (SNAPSHOT_WAIT, PERSIST_WAIT)},
             computing.at(0.5),
             _usual_stall(stalls, standing.at(0.5) or 0.0),
         )

@@ -33,10 +33,12 @@ from checkflow.cli.main import FAILED, FOUND, USAGE, main
 from checkflow.core import plan as plans
 from checkflow.core import run_report
 from checkflow.core.errors import ReportError
+from checkflow.core.run_history import HeldIterations
 from checkflow.core.run_report import RunReport
 from checkflow.runtime import log_handler, reporter, resources
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
+from checkflow.views.run import run_page
 from tests.support import jobs
 from tests.support.faults import Faults, Killed
 from tests.support.oracle import random_plan
@@ -166,6 +168,9 @@ def test_what_is_written_is_read_back(reports: list[RunReport]) -> None:
     data = run_report.dump_file(run_report.dump_run(report) for report in sensible)
     assert run_report.loads(data, "report.json") == tuple(sensible)
     assert [run_report.to_dict(report) for report in sensible] == json.loads(data)["runs"]
+    if sensible:  # whatever a report holds, it can be shown
+        late = dataclasses.replace(sensible[0], started_unix_seconds=9e17)
+        assert run_page("checkpoints", [late, *sensible]).endswith("</html>\n")
 
 
 def make_sensible(report: RunReport) -> RunReport:
@@ -175,7 +180,9 @@ def make_sensible(report: RunReport) -> RunReport:
     iteration = dataclasses.replace(report.phases.iteration, total_seconds=whole)
     phases = dataclasses.replace(report.phases, iteration=iteration, iterations=min(3, report.iteration))
     plan = report.plan and dataclasses.replace(report.plan, interval=report.plan.interval + 1)
-    return dataclasses.replace(report, phases=phases, plan=plan, audited=report.audits_passed + report.breaches)
+    audited = report.audits_passed + report.breaches
+    held = (HeldIterations(0.5, phases.iterations, phases.iterations),) if report.held_iterations else ()
+    return dataclasses.replace(report, phases=phases, plan=plan, audited=audited, held_iterations=held)
 
 
 # Several ranks
@@ -222,6 +229,11 @@ def test_people_are_told_what_ranks_cost(written: bytes, tmp_path: Path, capsys:
     assert main(["compare", str(file), "--json"]) == FOUND
     (said,) = json.loads(capsys.readouterr().out)["reports"]
     assert said["ranks"] == run_report.to_dict(several)["ranks"]
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path)]) == FOUND
+    assert "│ the start │" in " ".join(capsys.readouterr().out.split())
+    assert main(["report", str(tmp_path), "--html", str(page)]) == FOUND
+    assert "1 of 4 ranks have told nothing." in page.read_text()
 
 
 # Hostile files
@@ -235,7 +247,7 @@ def change(place: str, value: Any) -> Callable[[bytes], bytes]:
         inner = whole if place.startswith("/") else whole["runs"][-1]
         *path, last = place.strip("/").split(".")
         for key in path:
-            inner = inner[key]
+            inner = inner[int(key) if isinstance(inner, list) else key]
         inner[last] = value
         return json.dumps(whole).encode()
 
@@ -270,6 +282,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "phases": (change("phases.data.total_seconds", 1e6), "do not add up"),
     "iterations": (change("phases.iterations", 7), "phases.iterations is more"),
     "interval": (change("plan.interval", 0), "plan.interval"),
+    "held iterations": (change("held_iterations.0.snapshot_wait", 99), "of 6 by snapshot_wait"),
     "another clock": (change("phases.clock", "device"), "phases.clock"),
 }
 
@@ -319,6 +332,17 @@ def test_a_run_is_told_as_it_was(tmp_path: Path) -> None:
     assert run.measured.iteration_seconds is not None
     assert run.measured.stall_seconds is not None
     assert (run.frequency.memory_interval, run.frequency.disk_interval, run.frequency.reason) == (1, 1, "every")
+    assert [sum(getattr(one, wait) for one in run.held_iterations) for wait in ("snapshot_wait", "persist_wait")] == [
+        6, 6,
+    ]  # fmt: skip
+    start, *points, end = run.history
+    assert (start.checkpoints, start.iteration, start.durable_step, start.lag_iterations) == (0, 0, None, 0)
+    assert [(point.checkpoints, point.durable_step, point.failed) for point in points] == [
+        (1, step, 0) for step in range(1, 7)
+    ]
+    assert all(point.lag_iterations >= 1 and point.lag_seconds > 0 for point in points)  # the one before was newest
+    assert (end.checkpoints, end.iteration, end.durable_step, end.disk_interval) == (0, 6, 6, 1)
+    assert sorted(point.unix_seconds for point in run.history) == [point.unix_seconds for point in run.history]
 
 
 def test_bytes_by_the_way_they_took(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from checkflow.cli.tables.measurement import measured_json, measured_rows
-from checkflow.core.units import format_rate, format_seconds, format_size, format_stall, round_up
+from checkflow.core.units import added, format_rate, format_seconds, format_size, format_stall, iterations, round_up
 
 if TYPE_CHECKING:
     from checkflow.demo.kills import DemoResult
@@ -229,12 +229,6 @@ def _facts(title: str) -> Table:
     return table
 
 
-def added(peak_bytes: int, training_bytes: int) -> str:
-    """What a way of making checkpoints adds to training's peak, for people."""
-    more = peak_bytes - training_bytes
-    return f"+{format_size(more)} ({100 * more / training_bytes:.3g} %)" if training_bytes and more else "nothing added"
-
-
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.3g} %" if whole else "no time"
 
@@ -269,7 +263,7 @@ def comparison_tables(rows: Sequence[Comparison]) -> Iterable[Table | Text]:
         table.add_column("way", no_wrap=True)
         for column in ("peak", "added to training", "stall", "of the time"):
             table.add_column(column, justify="right", no_wrap=True)
-        for way, peak, seconds, interval in _ways(row):
+        for way, peak, seconds, interval in row.ways:
             style = "bold" if way.startswith("checkflow") else ""
             if peak is None or seconds is None:
                 table.add_row(way, "no plan", style=style)
@@ -291,28 +285,6 @@ def _comparison_caption(interval: int) -> str:
     if interval == 1:
         return "each makes a checkpoint every iteration"
     return f"checkflow makes a checkpoint every {iterations(interval)}, the others every iteration"
-
-
-def _ways(row: Comparison) -> list[tuple[str, int | None, float | None, int]]:
-    """Name, peak, stall of a checkpoint, and iterations from one to the next."""
-    training = row.training_peak_bytes
-    return [
-        ("synchronous", training, row.synchronous_stall_seconds, 1),
-        ("CheckFreq, GPU snapshot", row.checkfreq_peak_bytes, row.checkfreq_gpu_stall_seconds, 1),
-        ("CheckFreq, released", row.checkfreq_released_peak_bytes, row.checkfreq_gpu_stall_seconds, 1),
-        ("CheckFreq, CPU snapshot", training, row.checkfreq_cpu_stall_seconds, 1),
-        (
-            f"checkflow, {row.status}",
-            row.checkflow_peak_bytes,
-            row.checkflow_stall_seconds,
-            row.checkflow_interval or 1,
-        ),
-    ]
-
-
-def iterations(interval: int) -> str:
-    """The words after "every"."""
-    return "iteration" if interval == 1 else f"{interval} iterations"
 
 
 def demo_json(planned: Planned, result: DemoResult) -> dict[str, Any]:

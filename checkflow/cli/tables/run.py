@@ -3,102 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 from rich.table import Table
 
-from checkflow.core.run_report import AllRanks, PlanInForce, RunReport
-from checkflow.core.units import format_rate, format_seconds, format_size
-
-Unit = Literal["seconds", "bytes", "bytes_per_second", "iterations"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure; None: there is no plan, or no measurement, as the note says."""
-
-    what: str
-    unit: Unit
-    planned: float | None
-    measured: float | None
-    note: str
-
-    @property
-    def ratio(self) -> float | None:
-        return self.measured / self.planned if self.planned and self.measured is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class RunComparison:
-    """A run beside a plan."""
-
-    source: str  # the report's file
-    number: int  # of the run in the file, from 1
-    runs: int
-    run: RunReport
-    plan: PlanInForce | None  # the one that ran last, or that the user named
-    rows: tuple[Row, ...]
-
-    @property
-    def ran(self) -> bool:
-        return self.plan == self.run.plan or (
-            self.plan is not None and self.run.plan is not None and self.plan.digest == self.run.plan.digest
-        )
-
-
-def compare_run(source: str, runs: Sequence[RunReport], plan: PlanInForce | None) -> RunComparison:
-    """Compare the newest of at least one run, the last, with a plan; None: its own."""
-    run = runs[-1]
-    chosen = run.plan if plan is None else plan
-    return RunComparison(source, len(runs), len(runs), run, chosen, tuple(_rows(run, chosen)))
-
-
-def _rows(run: RunReport, plan: PlanInForce | None) -> Iterable[Row]:
-    measured, bandwidths, phases = run.measured, run.bandwidths, run.phases
-
-    def planned(name: str) -> float | None:
-        return None if plan is None else getattr(plan, name)
-
-    yield Row(
-        "iteration", "seconds", planned("iteration_seconds"), measured.iteration_seconds,
-        "forward, backward and update: the median",
-    )  # fmt: skip
-    yield Row(
-        "stall", "seconds", planned("stall_seconds"), measured.stall_seconds,
-        "held at anchors and boundaries: the median",
-    )  # fmt: skip
-    reserved = "" if measured.peak_reserved_bytes is None else f"; {format_size(measured.peak_reserved_bytes)} reserved"
-    given = (
-        "allocated on the device" if measured.peak_exactly else "allocated before this plan: its own is at most that"
-    )
-    note = f"{given}{reserved}" if measured.peak_bytes is not None else f"not measured on {run.device}"
-    yield Row("peak", "bytes", planned("peak_bytes"), measured.peak_bytes, note)
-    note = "while it copied" if bandwidths.offload_bytes_per_second is not None else "not measured"
-    if bandwidths.large_offload_bytes_per_second is not None:
-        note += f"; {format_rate(bandwidths.large_offload_bytes_per_second)} in large copies"
-    yield Row(
-        "link", "bytes_per_second", planned("bandwidth_bytes_per_second"), bandwidths.offload_bytes_per_second, note
-    )
-    yield Row(
-        "storage", "bytes_per_second", None if plan is None else _durable_rate(plan),
-        bandwidths.persist_bytes_per_second, "planned: needed for the plan's interval",
-    )  # fmt: skip
-    done = phases.iterations
-    waits = f"waited for storage and buffers: {format_seconds(phases.persist_wait.total_seconds)}"
-    yield Row(
-        "interval", "iterations", planned("interval"), done / run.captures if run.captures else None,
-        f"{run.captures} captures in {done} iterations",
-    )  # fmt: skip
-    yield Row(
-        "interval on storage", "iterations", run.frequency.disk_interval, done / run.committed if run.committed else
-        None, f"{run.committed} committed; {waits}",
-    )  # fmt: skip
-
-
-def _durable_rate(plan: PlanInForce) -> float | None:
-    seconds = plan.interval * plan.iteration_seconds + plan.stall_seconds
-    return plan.state_bytes / seconds if seconds else None
+from checkflow.core.run_comparison import RunComparison
+from checkflow.core.run_report import AllRanks, RunReport
+from checkflow.core.units import format_seconds, format_size
+from checkflow.views.run import LIVES_COLUMNS, lives_rows
 
 
 def runs_json(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
@@ -125,6 +38,17 @@ def runs_json(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
     }
 
 
+def lives_table(runs: Sequence[RunReport]) -> Table:
+    """Each run of a job: when it was, what it did again, and how it ended."""
+    table = Table(title="runs of this job", title_justify="left")
+    for column in LIVES_COLUMNS:
+        last = column == LIVES_COLUMNS[-1]
+        table.add_column(column, justify="left" if last else "right", no_wrap=not last, overflow="fold")
+    for row in lives_rows(runs):
+        table.add_row(*row)
+    return table
+
+
 def runs_tables(comparisons: Sequence[RunComparison]) -> Iterable[Table]:
     """For each report two tables: planned against measured, and where the time went."""
     for one in comparisons:
@@ -133,7 +57,7 @@ def runs_tables(comparisons: Sequence[RunComparison]) -> Iterable[Table]:
             title=f"{run.model} on {run.device}, run {one.number} of {one.runs}: "
             f"{run.phases.iterations} iterations up to {run.iteration}",
             title_justify="left",
-            caption=_caption(one),
+            caption=one.origin,
             caption_justify="left",
         )
         table.add_column("figure", no_wrap=True)
@@ -142,35 +66,11 @@ def runs_tables(comparisons: Sequence[RunComparison]) -> Iterable[Table]:
         table.add_column("", overflow="fold")
         for row in one.rows:
             share = "" if row.ratio is None else f"{100 * row.ratio:.3g} %"
-            table.add_row(row.what, _text(row, row.planned), _text(row, row.measured), share, row.note)
+            table.add_row(row.what, row.text(row.planned), row.text(row.measured), share, row.note)
         yield table
         yield _phases_table(run)
         if run.ranks is not None:
             yield _ranks_table(run.ranks)
-
-
-def _caption(one: RunComparison) -> str:
-    if one.plan is None:
-        return "no plan ran"
-    if one.ran:
-        origin = {
-            "given": "given by the job",
-            "cache": "kept from an earlier run",
-            "recorded": "recorded from this job",
-        }
-        return f"the plan that ran, {origin[(one.run.plan or one.plan).source]}"
-    return "this plan is not the one that ran"
-
-
-def _text(row: Row, value: float | None) -> str:
-    if value is None:
-        return "-"
-    if row.unit == "seconds":
-        return format_seconds(value) if value else "none"
-    if row.unit == "iterations":
-        number = str(int(value)) if value == int(value) else f"{value:.3g}"
-        return f"{number} iteration{'' if value == 1 else 's'}"
-    return format_size(value) if row.unit == "bytes" else format_rate(value)
 
 
 def _ranks_table(ranks: AllRanks) -> Table:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from checkflow.cli.tables import chart
-from checkflow.cli.tables.plan import added, iterations
-from checkflow.core.units import format_rate, format_seconds, format_size, format_stall, round_up
+from checkflow.core.units import added, format_rate, format_seconds, format_size, format_stall, iterations
+from checkflow.planner.schedule.words import binding_text, certificate_text, later, step_words
 
 if TYPE_CHECKING:
     from checkflow.core.plan import Plan
@@ -102,17 +102,7 @@ def _interval_json(interval: TightInterval) -> dict[str, Any]:
 def _label(plan: Plan, step: int) -> str:
     """A step of the horizon, by its name."""
     iteration, index = divmod(step, len(plan.timeline.steps))
-    return plan.timeline.steps[index].label + _later(iteration)
-
-
-def _words(plan: Plan, step: int) -> str:
-    """A step of the horizon, for people."""
-    iteration, index = divmod(step, len(plan.timeline.steps))
-    return plan.timeline.steps[index].words + _later(iteration)
-
-
-def _later(iteration: int) -> str:
-    return f" of iteration {iteration + 1}" if iteration else ""
+    return plan.timeline.steps[index].label + later(iteration)
 
 
 def show_lines(
@@ -150,47 +140,20 @@ def show_lines(
     yield Text(f"0{format_seconds(profile.seconds):>{CHART_COLUMNS - 1}}\n")
     yield Text(
         f"every    {iterations(plan.interval)}"
-        + (f", waiting {format_stall(plan.wait.seconds)} at {_words(plan, plan.wait.step)}" if plan.wait else "")
+        + (f", waiting {format_stall(plan.wait.seconds)} at {step_words(plan, plan.wait.step)}" if plan.wait else "")
     )
     yield Text(
         f"peak     {format_size(replay.peak_bytes)}, training alone {format_size(plan.timeline.training_peak_bytes)}, "
-        f"in step {replay.peak_step} of {len(steps)}: {_words(plan, replay.peak_step)}"
+        f"in step {replay.peak_step} of {len(steps)}: {step_words(plan, replay.peak_step)}"
     )
     yield Text(
         f"moved    {format_size(plan.timeline.state_bytes)} in {len(plan.chunks)} chunks, "
         f"{format_size(plan.snapshot_bytes)} through snapshots (stall: {format_stall(plan.stall_seconds)})"
     )
-    yield Text(f"ends     in step {replay.finish_step}: {_words(plan, replay.finish_step)}")
+    yield Text(f"ends     in step {replay.finish_step}: {step_words(plan, replay.finish_step)}")
     yield Text("binding  " + binding_text(plan, least_bandwidth, interval))
 
 
 def _charted(shares: Sequence[float], rows: int) -> Iterable[Text]:
     for line in chart.bars(shares, rows):
         yield Text(line, no_wrap=True)
-
-
-def certificate_text(plan: Plan) -> str:
-    proof = plan.certificate
-    solver = "" if proof.solver == "none" else f" by {proof.solver} {proof.solver_version}"
-    return (
-        f"{proof.status}{solver} ({proof.formulation}): peak {format_size(proof.objective_bytes)}, "
-        f"bound {format_size(proof.bound_bytes)}"
-    )
-
-
-def _besides(plan: Plan) -> str:
-    return "" if plan.wait is None else f", besides what leaves in the wait of {format_stall(plan.wait.seconds)}"
-
-
-def binding_text(plan: Plan, least_bandwidth: int | None, interval: TightInterval | None) -> str:
-    """What would break first on a slower link."""
-    if not least_bandwidth:
-        return "nothing: there is nothing to move"
-    needed, whole = format_rate(round_up(least_bandwidth)), format_rate(plan.bandwidth_bytes_per_second)
-    end = f"this peak needs {needed} of the link's {whole}"
-    if interval is None:
-        return f"room for snapshots; {end}"
-    return (
-        f"{format_size(interval.leave_bytes)} must leave in {format_seconds(interval.seconds)}, "
-        f"from the boundary to {interval.end}{_besides(plan)}; {end}"
-    )

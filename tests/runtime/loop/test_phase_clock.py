@@ -274,6 +274,21 @@ def test_quantiles_are_within_their_error(values: list[float], share: float) -> 
     assert abs(found - true) <= true * ERROR_SHARE * (1 + 1e-9)
 
 
+@given(st.lists(st.one_of(st.just(0.0), st.floats(1e-8, 1e6)), max_size=60))
+def test_a_histogram_counts_each_duration_in_its_bin(values: list[float]) -> None:
+    quantiles = Quantiles()
+    for value in values:
+        quantiles.add(value)
+    bins = quantiles.histogram()
+    assert sum(bins.values()) == len(values)
+    assert bins.get(0.0, 0) == values.count(0.0)
+    for end in bins:  # up to each end lie as many as are no longer, but for those too near to say
+        counted = sum(count for other, count in bins.items() if other <= end)
+        near = 1 + 2 * ERROR_SHARE
+        assert sum(value <= end / near for value in values) <= counted <= sum(value <= end * near for value in values)
+        assert end == 0 or math.isclose(4 * math.log10(end), round(4 * math.log10(end)), abs_tol=1e-6)
+
+
 def test_quantiles_take_bounded_memory() -> None:
     quantiles = Quantiles()
     for n in range(20_000):

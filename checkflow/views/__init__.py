@@ -1,0 +1,1 @@
+"""Plans, runs and comparisons as pages for a browser."""
