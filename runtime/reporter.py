@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from checkflow.core import run_report
+from checkflow.core import capture_times, run_report
+from checkflow.core.capture_times import CaptureFile, CaptureTimes, CopyTimes, Spell, StorageTimes
 from checkflow.core.errors import ReportError
 from checkflow.core.run_report import (
     FILE,
@@ -38,13 +41,16 @@ from checkflow.runtime.loop.phase_clock import Reading, Times
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.persist.saver import Saving
+from checkflow.runtime.persist.writer import Persisted
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import name_ranks
+from checkflow.runtime.snapshot.capturer import CaptureReport
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
 
 MOST_SHARE = 0.02  # of the time may go into reports during training
+CAPTURES_EVERY_SECONDS = 30.0  # at least, from one writing of the captures' times to the next
 LEAST_SAID = 0.001  # of the time: the last line omits smaller parts
 _ASIDE = f".broken-{FILE}"
 
@@ -83,6 +89,7 @@ class Reporter:
         self._models = job.models
         self._started = time.time()
         self._written = self._took_seconds = 0.0  # by time.monotonic
+        self._captures_written = -math.inf  # likewise
         self._warned = False  # that the file cannot be written was logged
         earlier = self._read_earlier()
         self._earlier = [run_report.dump_run(run) for run in earlier[1 - KEPT_RUNS :]]
@@ -202,6 +209,8 @@ class Reporter:
             data = run_report.dump_file([*self._earlier, run_report.dump_run(report)])
             with fs.folder(str(self._directory)) as root:
                 fs.publish(FILE, data, dir_fd=root)
+                if closed or time.monotonic() - self._captures_written >= CAPTURES_EVERY_SECONDS:
+                    self._write_captures(root)
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -214,6 +223,22 @@ class Reporter:
             if not self._warned:
                 self._warned = True
                 logger.exception("cannot write %s; training and checkpoints go on without it", self._directory / FILE)
+
+    def _write_captures(self, root: int) -> None:
+        """Replace the file with the times of the last captures, if there are any."""
+        captures = self._loop.place.last_captures
+        if not captures:
+            return
+        persisted = {one.step: one for one in self._saving.writer.recent}
+        spells = list(self._loop.clock.spells)
+        file = CaptureFile(
+            self._run_id,
+            self._model,
+            self._device,
+            tuple(_times_of(one, persisted.get(one.step), spells) for one in captures),
+        )
+        fs.publish(capture_times.FILE, capture_times.dumps(file), dir_fd=root)
+        self._captures_written = time.monotonic()
 
     def _read_earlier(self) -> tuple[RunReport, ...]:
         """The runs in the file. A damaged file is set aside."""
@@ -248,6 +273,45 @@ class Reporter:
         reserved = None if peak is None else torch.cuda.max_memory_reserved(training_device(self._models))
         # Torch keeps one peak a device, which the user may reset. It counts for the plan if it moved under the plan.
         return Measured(reading.computing_seconds, reading.stall_seconds, peak, reserved, peak_exactly=peak != before)
+
+
+def _times_of(
+    capture: CaptureReport, persisted: Persisted | None, spells: Sequence[tuple[str, float, float]]
+) -> CaptureTimes:
+    """When a capture was made and stored, in seconds since its boundary.
+
+    On Linux time.monotonic and time.perf_counter are one clock.
+    """
+    start, plan = capture.begun, capture.plan
+    copies = [
+        CopyTimes(
+            span.kind,
+            plan.chunks[span.chunk].tensor if plan is not None and span.chunk >= 0 else "",
+            span.chunks,
+            span.size_bytes,
+            span.begun - start,
+            span.seconds,
+        )
+        for span in capture.outcome.spans()
+    ]
+    end = max(capture.arrived_at, 0.0 if persisted is None else persisted.ended)
+    storage = None
+    if persisted is not None:
+        audited, written, published = (
+            at - start if at else None for at in (persisted.audited_at, persisted.written_at, persisted.published_at)
+        )
+        storage = StorageTimes(persisted.begun - start, audited, written, published, persisted.ended - start)
+    return CaptureTimes(
+        step=capture.step,
+        begun_unix_seconds=round(time.time() - (time.monotonic() - start), 6),
+        plan_digest="" if plan is None else plan.digest,
+        arrived_seconds=capture.arrived_at - start,
+        copies=capture_times.merge_copies(copies),
+        training=tuple(
+            Spell(what, begun - start, ended - begun) for what, begun, ended in spells if ended > start and begun < end
+        ),
+        storage=storage,
+    )
 
 
 def _phases(reading: Reading) -> Phases:

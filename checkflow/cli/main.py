@@ -232,6 +232,7 @@ def check(
 @app.command()
 def show(
     plan_file: options.PlanFile,
+    perfetto: options.Perfetto = None,
     as_json: options.Json = False,
 ) -> int:
     """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
@@ -242,6 +243,10 @@ def show(
 
     read = plans.load(plan_file)
     replay = check_plan(read)
+    if perfetto is not None:
+        from checkflow.views.perfetto import plan_trace, write_trace
+
+        write_trace(plan_trace(read), perfetto)
     if as_json:
         print_json(show_table.show_json(read, replay, *binding_interval(read)))
         return FOUND
@@ -314,6 +319,7 @@ def compare(
     return INFEASIBLE if missing else FOUND
 
 
+app.command("report")(report.show_report)
 app.command()(simulate.simulate)
 app.command()(probe.probe)
 app.command()(demo.demo)

@@ -304,4 +304,8 @@ Output = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="write the plan here; without a plan, FILE stays as it is"),
 ]
+Perfetto = Annotated[
+    Path | None,
+    typer.Option("--perfetto", metavar="FILE.json", help="write a trace for https://ui.perfetto.dev"),
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, and nothing else")]

@@ -1,13 +1,73 @@
-"""``checkflow compare`` for run reports: reads the files, and prints the tables of :mod:`.tables.run`."""
+"""``checkflow report``, and ``checkflow compare`` for run reports: reads the files, prints :mod:`.tables.run`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from checkflow.cli.console import print_json, print_parts
+from checkflow.cli import options
+from checkflow.cli.console import complain, print_json, print_parts
+
+if TYPE_CHECKING:
+    from checkflow.core.plan import Plan
+
+
+def show_report(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="a directory of checkpoints")],
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN", help="hold the run against this plan [the one that ran]")
+    ] = None,
+    perfetto: options.Perfetto = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what the last run in a directory did and cost, beside its plan.
+
+    --perfetto writes the copies of its last captures, with those that its plan foresees beside them.
+    """
+    from checkflow.core.run_report import FILE
+
+    if not (directory / FILE).is_file():
+        raise typer.BadParameter(f"there is no {FILE} in {directory}: give a directory that a Checkpointer wrote to")
+    if perfetto is not None:
+        _write_trace(directory, plan, perfetto)
+    compare_reports([str(directory / FILE), *([] if plan is None else [str(plan)])], as_json=as_json)
+
+
+def _write_trace(directory: Path, plan: Path | None, file: Path) -> None:
+    from checkflow.core import capture_times
+    from checkflow.views.perfetto import run_trace, write_trace
+
+    times = capture_times.load(directory / capture_times.FILE)
+    wanted = {capture.plan_digest for capture in times.captures} - {""}
+    found = _plans_of(directory, plan, wanted)
+    if wanted - found.keys():
+        complain("the plan that ran is not in the directory: the trace has only what was measured (--plan PLAN adds it)")
+    write_trace(run_trace(times, found), file)
+
+
+def _plans_of(directory: Path, given: Path | None, wanted: set[str]) -> dict[str, Plan]:
+    """Return the plans of these digests: those that are kept in the directory, and the one that the user gives."""
+    from checkflow.core import plan as plans
+    from checkflow.core.errors import PlanError
+    from checkflow.planner.schedule.replay import check_plan
+
+    found = {}
+    for path in (*directory.glob("plans/*.json"), *directory.glob("plans/00000-of-*/*.json")):
+        try:
+            read = plans.load(path)
+            if read.digest in wanted:
+                check_plan(read)
+                found[read.digest] = read
+        except PlanError as error:
+            complain(str(error))
+    if given is not None:
+        read = plans.load(given)
+        check_plan(read)
+        found[read.digest] = read
+    return found
 
 
 def reports_of_directories(subjects: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from checkflow.runtime.transfer.engine import (
     CaptureOutcome,
     CopyOrder,
     CopyRecord,
+    CopySpan,
     CopyStatistics,
     Transfer,
     log_failure,
@@ -60,6 +61,7 @@ class HostCopyEngine:
         self._snapshots: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._freeable: set[int] = set()
         self._orders: list[CopyOrder] = []
+        self._spans: list[CopySpan] = []  # a list of its own for each capture: its outcome keeps it
         self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
         self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._remaining = 0
         self._large_bytes = 0
@@ -92,17 +94,21 @@ class HostCopyEngine:
             self._begun = False
             self._status = bytearray(len(transfers))
             self._remaining = len(transfers) + 1  # ``at_once`` counts as one
-            self._orders = []
+            self._orders, self._spans = [], []
             self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
             self._snapshot_bytes = self._peak_bytes = self._large_bytes = 0
+        begun = time.perf_counter()
         for transfer in at_once:
             ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
+        if at_once:
+            size_bytes, seconds = sum(one.length_bytes for one in at_once), time.perf_counter() - begun
+            self._spans.append(CopySpan("boundary", -1, len(at_once), size_bytes, begun, seconds))
         with self._mutex:
             self._begun = True
             self._count(1)
 
     def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
-        begun = time.perf_counter()
+        begun = before = time.perf_counter()
         for chunk in chunks:
             if self._status[chunk] != _PENDING or chunk in self._snapshots:
                 continue  # it left its live tensor already, or an interrupt came after this
@@ -115,6 +121,9 @@ class HostCopyEngine:
                 self._snapshot_bytes += transfer.length_bytes
                 self._peak_bytes = max(self._peak_bytes, self._held_bytes)
                 self._orders.append(CopyOrder((chunk,), "snapshot", anchor))
+                now = time.perf_counter()
+                self._spans.append(CopySpan("snapshot", chunk, 1, transfer.length_bytes, before, now - before))
+                before = now
         self._snapshot_seconds += time.perf_counter() - begun
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
@@ -185,7 +194,8 @@ class HostCopyEngine:
 
     def conclude(self) -> _Ended:
         self.finish()  # copying the rest here is fastest
-        return _Ended(CaptureOutcome(self.statistics(), functools.partial(records, self._orders, self._transfers)))
+        log = functools.partial(records, self._orders, self._transfers)
+        return _Ended(CaptureOutcome(self.statistics(), log, functools.partial(list, self._spans)))
 
     def finish(self) -> None:
         if _PENDING in self._status:
@@ -266,16 +276,19 @@ class HostCopyEngine:
         return taken
 
     def _copy(self, chunks: Sequence[int]) -> None:
-        begun = time.perf_counter()
+        begun, copied_bytes = time.perf_counter(), 0
         for chunk in chunks:
             transfer = self._transfers[chunk]
+            copied_bytes += transfer.length_bytes
             snapshot = self._snapshots.get(chunk)
             source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
             move = _move_holding if transfer.length_bytes <= SMALL_BYTES else ctypes.memmove
             move(transfer.target, source, transfer.length_bytes)
         seconds = time.perf_counter() - begun
-        large_bytes = self._transfers[chunks[0]].length_bytes if len(chunks) == 1 else 0  # those are copied alone
+        large_bytes = copied_bytes if len(chunks) == 1 else 0  # those are copied alone
+        span = CopySpan("offload", chunks[0], len(chunks), copied_bytes, begun, seconds)
         with self._mutex:
+            self._spans.append(span)
             self._offload_seconds += seconds
             if large_bytes >= TAKEN_BYTES:
                 self._large_bytes += large_bytes

@@ -1,0 +1,1 @@
+"""Pictures of plans, runs and simulations, written to files."""
