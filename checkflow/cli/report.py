@@ -44,7 +44,7 @@ def _write_trace(directory: Path, plan: Path | None, file: Path) -> None:
     wanted = {capture.plan_digest for capture in times.captures} - {""}
     found = _plans_of(directory, plan, wanted)
     if wanted - found.keys():
-        complain("the plan that ran is not in the directory: the trace has only what was measured (--plan PLAN adds it)")
+        complain("the plan that ran is not in the directory: the trace has measured copies alone (--plan PLAN adds it)")
     write_trace(run_trace(times, found), file)
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from checkflow.core.errors import ReportError, first_fault
 from checkflow.core.graph import STRICT, Many
-from checkflow.core.small_files import check_density, check_fields, read_regular
+from checkflow.core.small_files import check_density, check_fields, read_object, read_regular
 
 FILE = "captures.json"
 KEPT_CAPTURES = 3
@@ -90,7 +90,7 @@ class CaptureFile:
 
 
 def merge_copies(copies: Sequence[CopyTimes], most: int = MOST_COPIES) -> tuple[CopyTimes, ...]:
-    """Return at most so many copies: as many neighbours of one kind as needed become one, from first begin to last end."""
+    """Return at most so many copies: neighbours of one kind become one, from the first begin to the last end."""
     size = math.ceil(len(copies) / most)
     if size <= 1:
         return tuple(copies)
@@ -143,7 +143,7 @@ def loads(data: bytes, name: str) -> CaptureFile:
         raise ReportError(f"{what}: it has more than {MAX_BYTES} bytes")
     try:
         check_density(data)
-        plain = json.loads(data)
+        plain = json.loads(data, object_pairs_hook=read_object)
         version = plain.get("version") if isinstance(plain, dict) else None
         if isinstance(version, int) and version != VERSION:
             raise ReportError(f"{name} is of version {version}; this checkflow reads version {VERSION}")
@@ -162,9 +162,11 @@ def loads(data: bytes, name: str) -> CaptureFile:
 
 def _contradiction(capture: CaptureTimes) -> str | None:
     """Return what no capture can have."""
-    lasting = [one.seconds for one in (*capture.copies, *capture.training) if one.seconds is not None]
+    spans: list[tuple[float, float | None]] = [(one.begun_seconds, one.seconds) for one in capture.copies]
+    spans += [(one.begun_seconds, one.seconds) for one in capture.training]
+    lasting = [seconds for _, seconds in spans if seconds is not None]
     storage = capture.storage
-    moments = [one.begun_seconds for one in (*capture.copies, *capture.training)] + [capture.arrived_seconds]
+    moments = [begun for begun, _ in spans] + [capture.arrived_seconds]
     if storage is not None:
         moments += [one for one in dataclasses.astuple(storage) if one is not None]
     if any(abs(one) > _MOST_SECONDS for one in (*lasting, *moments)) or min(lasting, default=0.0) < 0:

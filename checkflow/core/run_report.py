@@ -16,7 +16,7 @@ from typing import Any, Literal
 from checkflow.core.errors import ReportError, first_fault
 from checkflow.core.graph import STRICT, Many
 from checkflow.core.plan import Plan
-from checkflow.core.small_files import check_density, check_fields, check_members, read_regular
+from checkflow.core.small_files import check_density, check_fields, read_object, read_regular
 
 FILE = "report.json"
 KEPT_RUNS = 32
@@ -350,7 +350,7 @@ def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
         raise ReportError(f"{name} is no run report: it has more than {MAX_BYTES} bytes")
     try:
         check_density(data)
-        plain = json.loads(data, object_pairs_hook=_object)
+        plain = json.loads(data, object_pairs_hook=read_object)
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{name} is no run report: {_one_line(error)}") from None
     version = plain.get("version") if isinstance(plain, dict) else None
@@ -410,14 +410,6 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(inner, f"{place}.{index}")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield place, value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    check_members(pairs)
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
 
 
 def _one_line(error: Exception) -> str:
