@@ -10,13 +10,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from checkflow.core import capture_times, run_report
-from checkflow.core.capture_times import CaptureFile, CaptureTimes, CopyTimes, Spell, StorageTimes
+from checkflow.core.capture_times import CaptureFile
 from checkflow.core.errors import ReportError
 from checkflow.core.run_report import (
     FILE,
@@ -41,15 +41,15 @@ from checkflow.runtime.loop.phase_clock import Reading, Times
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.persist.saver import Saving
-from checkflow.runtime.persist.writer import Persisted
+from checkflow.runtime.persist.timing import times_of
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import name_ranks
-from checkflow.runtime.snapshot.capturer import CaptureReport
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
 
 MOST_SHARE = 0.02  # of the time may go into reports during training
+REPORT_EVERY_SECONDS = 1.0  # at least, from one call of ``on_report`` to the next
 CAPTURES_EVERY_SECONDS = 30.0  # at least, from one writing of the captures' times to the next
 LEAST_SAID = 0.001  # of the time: the last line omits smaller parts
 _ASIDE = f".broken-{FILE}"
@@ -63,6 +63,7 @@ class Reporter:
         imported: whether from imported weights, so that nothing is repeated.
         reclaimed: the step that the start put on storage, from the previous run's host memory.
         council: of several ranks, only rank 0 writes the file and speaks for all.
+        on_report: the user's function; see :class:`.checkpointer.Checkpointer`.
     """
 
     def __init__(
@@ -77,7 +78,10 @@ class Reporter:
         imported: bool = False,
         reclaimed: int | None = None,
         council: Council | None = None,
+        on_report: Callable[[dict[str, float]], object] | None = None,
     ) -> None:
+        self._on_report, self._called, self._call_seconds = on_report, -math.inf, 0.0  # the last by time.monotonic
+        self._warned_of_call = False
         self.speaks = council is None or council.rank == 0
         self.ranks = 1 if council is None else council.world_size
         self._council = council
@@ -188,6 +192,30 @@ class Reporter:
         overview, silent = self._council.overview, self._council.view.silent
         return run_report.sum_up(self.ranks, sorted({*silent} - {*overview.left}), overview.costs)
 
+    def checkpoint_ended(self) -> None:
+        """On the writer's thread, after each checkpoint. Never raises."""
+        self.write_in_time()
+        least_seconds = max(REPORT_EVERY_SECONDS, self._call_seconds / MOST_SHARE)
+        if time.monotonic() - self._called >= least_seconds:
+            self.call_back()
+
+    def call_back(self, *, closed: bool = False) -> None:
+        """Give the report's numbers to the user's function; what that raises is logged once."""
+        if self._on_report is None or not self.speaks:
+            return
+        begun = time.monotonic()
+        try:
+            self._on_report(run_report.scalars(self.make(closed=closed)))
+        except Exception as error:
+            if not self._warned_of_call:
+                self._warned_of_call = True
+                logger.warning(
+                    "on_report has raised %s: %s; training goes on, and it is called again",
+                    type(error).__name__, error, exc_info=error,
+                )  # fmt: skip
+        self._called = time.monotonic()
+        self._call_seconds = self._called - begun
+
     def write_in_time(self) -> None:
         """:meth:`write`, unless it was written a moment ago: a report takes the GIL from training."""
         if time.monotonic() - self._written >= self._took_seconds / MOST_SHARE:
@@ -235,7 +263,7 @@ class Reporter:
             self._run_id,
             self._model,
             self._device,
-            tuple(_times_of(one, persisted.get(one.step), spells) for one in captures),
+            tuple(times_of(one, persisted.get(one.step), spells) for one in captures),
         )
         fs.publish(capture_times.FILE, capture_times.dumps(file), dir_fd=root)
         self._captures_written = time.monotonic()
@@ -273,45 +301,6 @@ class Reporter:
         reserved = None if peak is None else torch.cuda.max_memory_reserved(training_device(self._models))
         # Torch keeps one peak a device, which the user may reset. It counts for the plan if it moved under the plan.
         return Measured(reading.computing_seconds, reading.stall_seconds, peak, reserved, peak_exactly=peak != before)
-
-
-def _times_of(
-    capture: CaptureReport, persisted: Persisted | None, spells: Sequence[tuple[str, float, float]]
-) -> CaptureTimes:
-    """When a capture was made and stored, in seconds since its boundary.
-
-    On Linux time.monotonic and time.perf_counter are one clock.
-    """
-    start, plan = capture.begun, capture.plan
-    copies = [
-        CopyTimes(
-            span.kind,
-            plan.chunks[span.chunk].tensor if plan is not None and span.chunk >= 0 else "",
-            span.chunks,
-            span.size_bytes,
-            span.begun - start,
-            span.seconds,
-        )
-        for span in capture.outcome.spans()
-    ]
-    end = max(capture.arrived_at, 0.0 if persisted is None else persisted.ended)
-    storage = None
-    if persisted is not None:
-        audited, written, published = (
-            at - start if at else None for at in (persisted.audited_at, persisted.written_at, persisted.published_at)
-        )
-        storage = StorageTimes(persisted.begun - start, audited, written, published, persisted.ended - start)
-    return CaptureTimes(
-        step=capture.step,
-        begun_unix_seconds=round(time.time() - (time.monotonic() - start), 6),
-        plan_digest="" if plan is None else plan.digest,
-        arrived_seconds=capture.arrived_at - start,
-        copies=capture_times.merge_copies(copies),
-        training=tuple(
-            Spell(what, begun - start, ended - begun) for what, begun, ended in spells if ended > start and begun < end
-        ),
-        storage=storage,
-    )
 
 
 def _phases(reading: Reading) -> Phases:

@@ -1,6 +1,6 @@
 """When the copies of a run's last captures were made, and what training did meanwhile. Pure data, and its file.
 
-All times are seconds since the capture's boundary; negative ones lie before it. docs/reference/run-report.md describes
+All times are seconds since the capture's boundary; negative ones lie before it. docs/reference/files.md describes
 every field. pydantic is imported only where a file is read.
 """
 

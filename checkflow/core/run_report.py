@@ -313,6 +313,22 @@ def to_dict(report: RunReport) -> dict[str, Any]:
     return plain
 
 
+def scalars(report: RunReport) -> dict[str, float]:
+    """Return every number of a report by its place, such as "lag/seconds"; without lists, texts and unknown ones."""
+    found: dict[str, float] = {}
+
+    def add(plain: dict[str, Any], before: str) -> None:
+        for name, value in plain.items():
+            if isinstance(value, dict):
+                add(value, f"{before}{name}/")
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                found[before + name] = value
+
+    add(to_dict(report), "")
+    del found["version"]  # of the format
+    return found
+
+
 def dump_run(report: RunReport) -> str:
     """Return one run's line of the file."""
     return json.dumps(to_dict(report), allow_nan=False, ensure_ascii=True)
