@@ -171,10 +171,10 @@ def _read_one(path: Path, kind: Kind, is_best: bool) -> Listed:
         manifest = glance(path)
     except CheckflowError as error:
         fault = str(error).removeprefix(f"{path}/").removeprefix(f"{path} ")
-        return Listed(path, kind, parse_step(path.name), _size_of(path), None, None, False, None, None, fault)
+        return Listed(path, kind, parse_step(path.name), size_of(path), None, None, False, None, None, fault)
     created, epoch = manifest.info.get("created"), manifest.info.get("epoch")
     return Listed(
-        path, kind, manifest.step, _size_of(path),
+        path, kind, manifest.step, size_of(path),
         float(created) if isinstance(created, int | float) else None,
         epoch if isinstance(epoch, int) else None,
         manifest.info.get("epoch_end") is True, len(manifest.tensors), manifest.run_id, None,
@@ -182,7 +182,7 @@ def _read_one(path: Path, kind: Kind, is_best: bool) -> Listed:
     )  # fmt: skip
 
 
-def _size_of(path: Path) -> int:
+def size_of(path: Path) -> int:
     """The bytes of all files in a directory; files that vanish meanwhile count as nothing."""
     total = 0
     try:
@@ -245,9 +245,9 @@ def verify(path: Path, progress: Callable[[int], None] = lambda size_bytes: None
     try:
         with open_checkpoint(path) as checkpoint:
             checkpoint.verify(progress)
-            return Verified(path, checkpoint.step, _size_of(path), None)
+            return Verified(path, checkpoint.step, size_of(path), None)
     except CheckflowError as error:
-        return Verified(path, parse_step(path.name), _size_of(path), str(error))
+        return Verified(path, parse_step(path.name), size_of(path), str(error))
 
 
 def compare(first: Path, second: Path, progress: Callable[[str], None] = lambda name: None) -> Differences:

@@ -28,9 +28,9 @@ from checkflow.cli.console import (
     print_parts,
     stoppable,
     warnings_shown,
-    working,
 )
 from checkflow.cli.options import Formulation, GranularityName, PolicyName, SolverName
+from checkflow.cli.progress import working
 from checkflow.core.errors import CheckflowError, InfeasibleError, StoppedError
 
 # What typer's argument parser raises; typer does not export the class.

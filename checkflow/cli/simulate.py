@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow.cli import options, planning
-from checkflow.cli.console import FOUND, INFEASIBLE, complain, print_json, print_parts, working
+from checkflow.cli.console import FOUND, INFEASIBLE, complain, print_json, print_parts
 from checkflow.cli.options import GranularityName, PolicyName
+from checkflow.cli.progress import working
 from checkflow.core.errors import CheckflowError, PlanError
 
 if TYPE_CHECKING:
@@ -205,8 +206,11 @@ def simulate(
         plan, written_to, mtbf_seconds=mtbf, overhead=overhead, memory_limit_bytes=limit_bytes,
         every_seconds=every or (),
     )  # fmt: skip
-    with working("simulating failures"):
-        found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
+    with working("simulating failures") as say:
+        found = simulate_failures(
+            ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed,
+            progress=lambda share: say(f"{runs:,} runs", share, 1.0),
+        )  # fmt: skip
     _print_found(Given(plan, written_to, overhead, limit_bytes, ways.left_out), found, as_json)
     return FOUND
 
