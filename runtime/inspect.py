@@ -206,7 +206,10 @@ def choose(reference: str | os.PathLike[str]) -> Path:
         folder, at, step = str(reference).rpartition("@")
         if at and step == "best":
             if (found_best := _best_of(Path(folder))) is None:
-                raise StorageError(f"{folder} holds no best checkpoint: none has the metric that its job monitors")
+                raise StorageError(
+                    f"{folder} holds no best checkpoint: none has the metric that its job monitors; "
+                    f"checkflow ls {folder} lists them"
+                )
             return found_best
         if not at or not step.isdecimal() or len(step) > len(str(MAX_STEP)):
             raise StorageError(f"there is no {path}")
@@ -217,7 +220,9 @@ def choose(reference: str | os.PathLike[str]) -> Path:
                     f"step {int(step)} of {folder} lies in this machine's memory, where its job left it: the next run "
                     "there saves it"
                 )
-            raise StorageError(f"{folder} holds no checkpoint of step {int(step)}")
+            raise StorageError(
+                f"{folder} holds no checkpoint of step {int(step)}: checkflow ls {folder} lists those that it has"
+            )
         return path
     if _is_checkpoint(path):
         return path

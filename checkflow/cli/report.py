@@ -30,7 +30,7 @@ def show_report(
     from checkflow.core.run_report import FILE
 
     if not (directory / FILE).is_file():
-        raise typer.BadParameter(f"there is no {FILE} in {directory}: give a directory that a Checkpointer wrote to")
+        raise typer.BadParameter(f"there is no {FILE} in {directory}: give a directory that a Checkpointer writes to")
     if perfetto is not None:
         _write_trace(directory, plan, perfetto)
     compare_reports([str(directory / FILE), *([] if plan is None else [str(plan)])], as_json=as_json)

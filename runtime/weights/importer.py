@@ -102,7 +102,9 @@ def import_weights(
         trust=ANYONE,  # nothing there is read
     ) as store:
         if any(path.name == step_name(step) for path in store.checkpoints()):
-            raise StorageError(f"{store.directory} has a checkpoint of step {step} already: choose another step")
+            raise StorageError(
+                f"{store.directory} has a checkpoint of step {step} already: choose another step (--step)"
+            )
         path = store.commit(
             step, layout, lambda file: _image(file, sources, read), extra,
             {"epoch": 0, "epoch_end": False, "created": round(time.time(), 3), "imported": imported},

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import termios
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +16,7 @@ from checkflow.cli.progress import working
 from checkflow.core import plan as plans
 from tests.support.horizons import make_step
 from tests.support.planned_jobs import plan_by_trace
+from tests.support.terminals import left_on_screen, terminal
 
 ROOT = Path(__file__).parents[2]
 # The command line, with no patience: what is short shows its progress, too.
@@ -62,75 +58,6 @@ main.entry()
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
-class Terminal:
-    """A program on a terminal of its own."""
-
-    def __init__(self, program: str, *arguments: str, cwd: Path) -> None:
-        self._fd, child = pty.openpty()
-        self.before = termios.tcgetattr(child)
-        self._child = child
-        self.text = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments], stdin=child, stdout=subprocess.PIPE, stderr=child, cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "160"},
-            start_new_session=True,
-        )  # fmt: skip
-
-    def read_until(self, pattern: str) -> None:
-        while re.search(pattern, self.text) is None:
-            assert self._read(), f"{pattern} never came: {self.text!r}"
-
-    def end(self) -> tuple[int, str]:
-        assert self.process.stdout is not None
-        while self._read():  # first: a full terminal would hold the program
-            pass
-        return self.process.wait(), self.process.stdout.read().decode()
-
-    def _read(self) -> bool:
-        """Read what is there; False at the end of the program."""
-        while not select.select([self._fd], [], [], 0.05)[0]:
-            if self.process.poll() is not None and not select.select([self._fd], [], [], 0.05)[0]:
-                return False
-        self.text += os.read(self._fd, 65536).decode(errors="replace")
-        return True
-
-    @property
-    def settings(self) -> object:
-        return termios.tcgetattr(self._child)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self._fd)
-        os.close(self._child)
-
-
-@contextlib.contextmanager
-def terminal(program: str, *arguments: str, cwd: Path) -> Iterator[Terminal]:
-    opened = Terminal(program, *arguments, cwd=cwd)
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
-def left_on_screen(text: str) -> list[str]:
-    """The lines that stay, by what rich uses of a terminal: return, up a line, erase a line."""
-    lines, row = [""], 0
-    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
-        if part == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif part == "\x1b[1A":
-            row -= 1
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif not part.startswith("\x1b") and part != "\r":
-            lines[row] += part
-    return [line for line in lines if line.strip()]
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a plan and with checkpoints."""
@@ -157,7 +84,9 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_long_work_shows_itself_on_a_terminal_alone(command: str, home: Path) -> None:
     arguments, pattern = COMMANDS[command]
-    with terminal(RUN, *(one.format(n=1) for one in arguments), cwd=home) as there:
+    with terminal(
+        sys.executable, "-c", RUN, *(one.format(n=1) for one in arguments), cwd=home, stdout=subprocess.PIPE
+    ) as there:
         code, shown = there.end()
     assert code == 0, there.text
     assert re.search(pattern, there.text), there.text
@@ -175,7 +104,7 @@ def test_long_work_shows_itself_on_a_terminal_alone(command: str, home: Path) ->
 def test_a_solver_tells_its_bound_and_ctrl_c_leaves_a_clean_terminal(solver: str, home: Path) -> None:
     of_highs = r"planning: HiGHS searches, at most 10 min, bound [\d.e+-]+, best [\d.e+-]+, gap [\d.]+ %"
     arguments = ["plan", "digits", "--device", "cpu", "--solver", solver, "--time-limit", "600"]
-    with terminal(SOLVE, *arguments, cwd=home) as there:
+    with terminal(sys.executable, "-c", SOLVE, *arguments, cwd=home, stdout=subprocess.PIPE) as there:
         there.read_until(of_highs if solver == "highs" else "planning: CBC searches, at most 10 min")
         there.process.send_signal(signal.SIGINT)
         code, shown = there.end()
@@ -192,7 +121,7 @@ def test_what_is_left_is_told_only_where_it_is_known(monkeypatch: pytest.MonkeyP
         "    for n in range(40):\n        say(f'known {n}', n, 1000)\n        time.sleep(0.02)\n"
         "    for n in range(10):\n        say(f'open {n}')\n        time.sleep(0.02)\n"
     )
-    with terminal(program, cwd=tmp_path) as there:
+    with terminal(sys.executable, "-c", program, cwd=tmp_path) as there:
         there.end()
     lines = re.split(r"\r", there.text)
     assert any(re.search(r"known \d+.*about .* left", line) for line in lines), there.text
