@@ -12,7 +12,7 @@ import reprlib
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -58,11 +58,13 @@ class Arguments:
     signals: tuple[signal.Signals, ...]
     grace_seconds: float
     trust: str | None
+    on_report: Callable[[dict[str, float]], object] | None = None
 
 
 def check_arguments(
     *, model: object, optimizer: object, loader: object, directory: object, plan: object, state: object,
     host_buffers: object, resume: object, hyperparameters: object, on_error: object, audit: object,
+    on_report: object,
 ) -> None:  # fmt: skip
     """Refuse what ``Checkpointer`` cannot work with; UnsupportedError for a loader that is not checkflow's."""
     _refuse_no_job(model, optimizer)
@@ -82,6 +84,8 @@ def check_arguments(
         raise ValueError(f'hyperparameters must be "checkpoint" or "script", not {hyperparameters!r}')
     if on_error not in ("warn", "raise"):
         raise ValueError(f'on_error must be "warn" or "raise", not {on_error!r}')
+    if on_report is not None and not callable(on_report):
+        raise TypeError(f"on_report must be a function that takes a dictionary, or None, not {on_report!r}")
     if not _is_count(audit, 0):
         raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")
 

@@ -152,7 +152,7 @@ def assemble(
             job, loop, saving, store.directory,
             run_id=store.run_id, resumed_from=resumed_from, imported=imported,
             reclaimed=reclaimed,
-            council=council,
+            council=council, on_report=arguments.on_report,
         )  # fmt: skip
         if start is not None:
             start.agree(job)

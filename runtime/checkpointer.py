@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat
@@ -117,6 +117,11 @@ class Checkpointer:
         trust: whose checkpoints the job resumes from. None: those of root and the job's own user that not everyone may
             write to; a start that finds another user's files names them and ends. A group's name: its members', too.
             "anyone": all.
+        on_report: a function for TensorBoard, W&B and the like. It gets the numbers of :meth:`report` by their places,
+            such as "lag/seconds" or "iteration", after a checkpoint has ended, at most once a second and so that it
+            takes at most 2 % of the time, and once at the end. It runs on the thread that writes checkpoints (the last
+            time on the one that closes), so training does not wait for it. What it raises is logged once. Of several
+            ranks, rank 0 alone calls it.
 
     Raises:
         PlanError, MismatchError: the plan is damaged, cannot be executed, or was made for another job.
@@ -153,10 +158,12 @@ class Checkpointer:
         grace_seconds: float = 25,
         audit: int = 100,
         trust: str | None = None,
+        on_report: Callable[[dict[str, float]], object] | None = None,
     ) -> None:
         check_arguments(
             model=model, optimizer=optimizer, loader=loader, directory=directory, plan=plan, state=state,
             host_buffers=host_buffers, resume=resume, hyperparameters=hyperparameters, on_error=on_error, audit=audit,
+            on_report=on_report,
         )  # fmt: skip
         rules = Rules(keep_latest, keep_epochs, keep_every, keep_best, monitor, mode)
         asked = read_asked(overhead, every, mtbf)
@@ -164,7 +171,7 @@ class Checkpointer:
             directory, rules, asked, PlanLimits(asked.overhead, read_size(extra_memory)), follow=plan == "auto",
             resume=resume, hyperparameters=hyperparameters, host_buffers=host_buffers, audit=audit,
             raising=on_error == "raise", signals=read_signals(signals), grace_seconds=read_grace(grace_seconds),
-            trust=read_trust(trust),
+            trust=read_trust(trust), on_report=on_report,
         )  # fmt: skip
         show_lines()
         models = as_models(model)
@@ -206,7 +213,7 @@ class Checkpointer:
 
     def _begin(self) -> None:
         """Write the first report, and follow the loader and the signals."""
-        self._saving.writer.after_each = self._reporter.write_in_time
+        self._saving.writer.after_each = self._reporter.checkpoint_ended
         self._reporter.write()
         if self._reporter.speaks:
             logger.info("%s", start_line(self._reporter.make(), self._store.directory, self._reporter.ranks))

@@ -171,10 +171,10 @@ def _read_one(path: Path, kind: Kind, is_best: bool) -> Listed:
         manifest = glance(path)
     except CheckflowError as error:
         fault = str(error).removeprefix(f"{path}/").removeprefix(f"{path} ")
-        return Listed(path, kind, parse_step(path.name), _size_of(path), None, None, False, None, None, fault)
+        return Listed(path, kind, parse_step(path.name), size_of(path), None, None, False, None, None, fault)
     created, epoch = manifest.info.get("created"), manifest.info.get("epoch")
     return Listed(
-        path, kind, manifest.step, _size_of(path),
+        path, kind, manifest.step, size_of(path),
         float(created) if isinstance(created, int | float) else None,
         epoch if isinstance(epoch, int) else None,
         manifest.info.get("epoch_end") is True, len(manifest.tensors), manifest.run_id, None,
@@ -182,7 +182,7 @@ def _read_one(path: Path, kind: Kind, is_best: bool) -> Listed:
     )  # fmt: skip
 
 
-def _size_of(path: Path) -> int:
+def size_of(path: Path) -> int:
     """The bytes of all files in a directory; files that vanish meanwhile count as nothing."""
     total = 0
     try:
@@ -206,7 +206,10 @@ def choose(reference: str | os.PathLike[str]) -> Path:
         folder, at, step = str(reference).rpartition("@")
         if at and step == "best":
             if (found_best := _best_of(Path(folder))) is None:
-                raise StorageError(f"{folder} holds no best checkpoint: none has the metric that its job monitors")
+                raise StorageError(
+                    f"{folder} holds no best checkpoint: none has the metric that its job monitors; "
+                    f"checkflow ls {folder} lists them"
+                )
             return found_best
         if not at or not step.isdecimal() or len(step) > len(str(MAX_STEP)):
             raise StorageError(f"there is no {path}")
@@ -217,7 +220,9 @@ def choose(reference: str | os.PathLike[str]) -> Path:
                     f"step {int(step)} of {folder} lies in this machine's memory, where its job left it: the next run "
                     "there saves it"
                 )
-            raise StorageError(f"{folder} holds no checkpoint of step {int(step)}")
+            raise StorageError(
+                f"{folder} holds no checkpoint of step {int(step)}: checkflow ls {folder} lists those that it has"
+            )
         return path
     if _is_checkpoint(path):
         return path
@@ -245,9 +250,9 @@ def verify(path: Path, progress: Callable[[int], None] = lambda size_bytes: None
     try:
         with open_checkpoint(path) as checkpoint:
             checkpoint.verify(progress)
-            return Verified(path, checkpoint.step, _size_of(path), None)
+            return Verified(path, checkpoint.step, size_of(path), None)
     except CheckflowError as error:
-        return Verified(path, parse_step(path.name), _size_of(path), str(error))
+        return Verified(path, parse_step(path.name), size_of(path), str(error))
 
 
 def compare(first: Path, second: Path, progress: Callable[[str], None] = lambda name: None) -> Differences:

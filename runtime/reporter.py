@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from checkflow.core import run_report
+from checkflow.core import capture_times, run_report
+from checkflow.core.capture_times import CaptureFile
 from checkflow.core.errors import ReportError
 from checkflow.core.run_history import HeldIterations, HistoryPoint, extended
 from checkflow.core.run_report import (
@@ -39,6 +42,7 @@ from checkflow.runtime.loop.phase_clock import Reading, Times
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.persist.saver import Saving
+from checkflow.runtime.persist.timing import times_of
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import name_ranks
 from checkflow.runtime.system import fs
@@ -46,6 +50,8 @@ from checkflow.runtime.system import fs
 logger = logging.getLogger("checkflow")
 
 MOST_SHARE = 0.02  # of the time may go into reports during training
+REPORT_EVERY_SECONDS = 1.0  # at least, from one call of ``on_report`` to the next
+CAPTURES_EVERY_SECONDS = 30.0  # at least, from one writing of the captures' times to the next
 LEAST_SAID = 0.001  # of the time: the last line omits smaller parts
 _ASIDE = f".broken-{FILE}"
 
@@ -58,6 +64,7 @@ class Reporter:
         imported: whether from imported weights, so that nothing is repeated.
         reclaimed: the step that the start put on storage, from the previous run's host memory.
         council: of several ranks, only rank 0 writes the file and speaks for all.
+        on_report: the user's function; see :class:`.checkpointer.Checkpointer`.
     """
 
     def __init__(
@@ -72,7 +79,10 @@ class Reporter:
         imported: bool = False,
         reclaimed: int | None = None,
         council: Council | None = None,
+        on_report: Callable[[dict[str, float]], object] | None = None,
     ) -> None:
+        self._on_report, self._called, self._call_seconds = on_report, -math.inf, 0.0  # the last by time.monotonic
+        self._warned_of_call = False
         self.speaks = council is None or council.rank == 0
         self.ranks = 1 if council is None else council.world_size
         self._council = council
@@ -84,6 +94,7 @@ class Reporter:
         self._models = job.models
         self._started = time.time()
         self._written = self._took_seconds = 0.0  # by time.monotonic
+        self._captures_written = -math.inf  # likewise
         self._warned = False  # that the file cannot be written was logged
         self._history: tuple[HistoryPoint, ...] = ()
         self._ended = 0  # checkpoints committed or failed, at the newest point of the history
@@ -188,6 +199,30 @@ class Reporter:
         overview, silent = self._council.overview, self._council.view.silent
         return run_report.sum_up(self.ranks, sorted({*silent} - {*overview.left}), overview.costs)
 
+    def checkpoint_ended(self) -> None:
+        """On the writer's thread, after each checkpoint. Never raises."""
+        self.write_in_time()
+        least_seconds = max(REPORT_EVERY_SECONDS, self._call_seconds / MOST_SHARE)
+        if time.monotonic() - self._called >= least_seconds:
+            self.call_back()
+
+    def call_back(self, *, closed: bool = False) -> None:
+        """Give the report's numbers to the user's function; what that raises is logged once."""
+        if self._on_report is None or not self.speaks:
+            return
+        begun = time.monotonic()
+        try:
+            self._on_report(run_report.scalars(self.make(closed=closed)))
+        except Exception as error:
+            if not self._warned_of_call:
+                self._warned_of_call = True
+                logger.warning(
+                    "on_report has raised %s: %s; training goes on, and it is called again",
+                    type(error).__name__, error, exc_info=error,
+                )  # fmt: skip
+        self._called = time.monotonic()
+        self._call_seconds = self._called - begun
+
     def write_in_time(self) -> None:
         """:meth:`write`, unless it was written a moment ago: a report takes the GIL from training."""
         if time.monotonic() - self._written >= self._took_seconds / MOST_SHARE:
@@ -214,6 +249,8 @@ class Reporter:
             data = run_report.dump_file([*self._earlier, run_report.dump_run(report)])
             with fs.folder(str(self._directory)) as root:
                 fs.publish(FILE, data, dir_fd=root)
+                if closed or time.monotonic() - self._captures_written >= CAPTURES_EVERY_SECONDS:
+                    self._write_captures(root)
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -246,6 +283,22 @@ class Reporter:
         self._history, self._ended = extended(self._history, point), ended
         if durable is not None:
             self._safe_step, self._safe_since = step, durable.begun
+
+    def _write_captures(self, root: int) -> None:
+        """Replace the file with the times of the last captures, if there are any."""
+        captures = self._loop.place.last_captures
+        if not captures:
+            return
+        persisted = {one.step: one for one in self._saving.writer.recent}
+        spells = list(self._loop.clock.spells)
+        file = CaptureFile(
+            self._run_id,
+            self._model,
+            self._device,
+            tuple(times_of(one, persisted.get(one.step), spells) for one in captures),
+        )
+        fs.publish(capture_times.FILE, capture_times.dumps(file), dir_fd=root)
+        self._captures_written = time.monotonic()
 
     def _read_earlier(self) -> tuple[RunReport, ...]:
         """The runs in the file. A damaged file is set aside."""

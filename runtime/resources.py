@@ -71,6 +71,7 @@ class Resources:
             self.store.close()
             if self.reporter.speaks:
                 logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory, where))
+                self.reporter.call_back(closed=True)
         self.preemption.close()
         if _held.get(self.store.directory) is self:
             del _held[self.store.directory]

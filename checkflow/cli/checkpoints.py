@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from checkflow.cli import options
-from checkflow.cli.console import print_json, print_line, print_parts, working
+from checkflow.cli.console import print_json, print_line, print_parts
+from checkflow.cli.progress import working
 
 _WHERE = "a directory of checkpoints, one of them, DIRECTORY@STEP, or DIRECTORY@best"
 Where = Annotated[str, typer.Argument(metavar="PATH", help=_WHERE)]
@@ -44,19 +45,22 @@ def verify(path: Where = ".", as_json: options.Json = False) -> int:
     """Compare every byte with its checksum. Exit code 1 if one is damaged."""
     from checkflow.cli.tables import checkpoints as checkpoints_table
     from checkflow.core.units import format_size
-    from checkflow.runtime.inspect import choose_all
+    from checkflow.runtime.inspect import choose_all, size_of
     from checkflow.runtime.inspect import verify as hold
 
     done = []
     read_bytes = 0
     with working("verifying") as say:
+        chosen = choose_all(path)
+        whole_bytes = sum(map(size_of, chosen))
 
         def progress(size_bytes: int) -> None:
             nonlocal read_bytes
             read_bytes += size_bytes
-            say(f"{one.name}, {format_size(read_bytes)} so far")
+            words = f"{one.name}, {format_size(read_bytes)} of {format_size(whole_bytes)}"
+            say(words, read_bytes, max(whole_bytes, read_bytes))
 
-        for one in choose_all(path):
+        for one in chosen:
             found = hold(one, progress)
             if not found.fault or one.exists():  # a running job may have deleted it meanwhile
                 done.append(found)
@@ -115,8 +119,8 @@ def export(
         raise typer.BadParameter(f"{output} does not say in which format to write: pass --format")
     if flat and chosen != "dcp":
         raise typer.BadParameter(f"--flat is for a folder of DCP, and {output} is for {chosen}")
-    with working(f"writing {output}"), open_checkpoint(choose(path)) as checkpoint:
-        exporter.export(checkpoint, output, chosen, model=model, replace=force, flat=flat)
+    with working(f"exporting to {output}") as say, open_checkpoint(choose(path)) as checkpoint:
+        exporter.export(checkpoint, output, chosen, model=model, replace=force, flat=flat, progress=say)
     print_line(f"{checkpoint.path} written to {output}")
     owners = map(owner_of, checkpoint.manifest.tensors)
     if own := {name for rank, name in owners if rank is not None}:

@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
 
 # Exit codes; for signals, STOPPED plus their number.
 FOUND, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 128
-PATIENCE_SECONDS = 1.0  # shorter work shows no progress
 PIPE_WIDTH = 120  # columns without a terminal
 
 
 def output() -> Console:
     """Return standard output: colours on a terminal, plain text of a fixed width in a pipe."""
-    return _console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=False)
+    return console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=False)
 
 
-def _console(**options: Any) -> Console:
+def console(**options: Any) -> Console:
     """Return a console that shows control characters, which may come from files' names, and obeys none."""
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
@@ -48,9 +47,9 @@ def print_line(line: str, end: str = "\n") -> None:
 
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
-    console = output()
+    shown = output()
     for part in parts:
-        console.print(part)
+        shown.print(part)
 
 
 def print_json(data: object) -> None:
@@ -129,21 +128,3 @@ def warnings_shown() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(voice)
-
-
-@contextlib.contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show what is being done on a terminal, once it takes a while; yields a function that sets the current part."""
-    if not sys.stderr.isatty():
-        yield lambda part: None
-        return
-    status = _console(stderr=True).status(f"{what} …")
-    timer = threading.Timer(PATIENCE_SECONDS, status.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield lambda part: status.update(f"{what}: {part} …")
-    finally:
-        timer.cancel()
-        timer.join()
-        status.stop()

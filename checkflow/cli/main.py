@@ -28,18 +28,17 @@ from checkflow.cli.console import (
     print_parts,
     stoppable,
     warnings_shown,
-    working,
     write_page,
 )
 from checkflow.cli.options import Formulation, GranularityName, PolicyName, SolverName
-from checkflow.core.errors import CheckflowError, InfeasibleError, StoppedError
+from checkflow.cli.progress import working
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError, InfeasibleError, StoppedError
 
 # What typer's argument parser raises; typer does not export the class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="checkflow",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Plan and prove checkpoints of every training iteration.",
@@ -99,11 +98,18 @@ def _report(error: Exception, debug: bool) -> int:
         complain(_usage_text(error))
         return USAGE
     if isinstance(error, CheckflowError):
-        complain(str(error))
+        complain(f"{error}{_next_command(error)}")
         return INFEASIBLE if isinstance(error, InfeasibleError) else FAILED
     hint = "" if debug else " (--debug shows where)"
     complain(f"internal error: {type(error).__name__}: {' '.join(str(error).split())}{hint}")
     return FAILED
+
+
+def _next_command(error: CheckflowError) -> str:
+    """What to run next, where the error itself does not name it."""
+    if isinstance(error, CorruptCheckpointError) and "checkflow verify" not in str(error):
+        return "; checkflow verify DIRECTORY shows which checkpoints are whole"
+    return ""
 
 
 def _usage_text(error: Any) -> str:
@@ -116,16 +122,32 @@ def _usage_text(error: Any) -> str:
 def _root(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error; any position")] = False,
-    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="print the versions of checkflow, Python, torch and the solvers")
+    ] = False,
 ) -> None:
-    import checkflow
-
     if version:
-        typer.echo(f"checkflow {checkflow.__version__}")
+        print_line(_versions())
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(USAGE)
+
+
+def _versions() -> str:
+    """Checkflow's version, and those of what its answers depend on; without importing them, which takes seconds."""
+    import platform
+    from importlib import metadata
+
+    import checkflow
+
+    found = [f"checkflow {checkflow.__version__}", f"Python {platform.python_version()}"]
+    for name, package in (("torch", "torch"), ("HiGHS", "highspy"), ("Gurobi", "gurobipy"), ("PuLP", "pulp")):
+        try:
+            found.append(f"{name} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
 
 
 @app.command()
@@ -234,6 +256,7 @@ def check(
 def show(
     plan_file: options.PlanFile,
     html: options.Html = None,
+    perfetto: options.Perfetto = None,
     as_json: options.Json = False,
 ) -> int:
     """Show a plan on one screen: the link and the memory over time, the peak, and what binds."""
@@ -248,6 +271,10 @@ def show(
         from checkflow.views.plan import plan_page
 
         write_page(plan_page(read, replay), html, said=not as_json)
+    if perfetto is not None:
+        from checkflow.views.perfetto import plan_trace, write_trace
+
+        write_trace(plan_trace(read), perfetto)
     if as_json:
         print_json(show_table.show_json(read, replay, *binding_interval(read)))
     elif html is None:

@@ -207,8 +207,21 @@ def choose_device(text: str) -> Device:
         raise typer.BadParameter(f"{error} (or FILE.json that describes one, or auto)") from None
 
 
+def _shipped_models(incomplete: str) -> list[str]:
+    """For a shell's completion; files are its own work."""
+    from checkflow import models
+
+    files = Path(models.__path__[0]).glob("[a-z]*.py")
+    return sorted(file.stem for file in files if file.stem.startswith(incomplete))
+
+
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="path/model.py[:function], package.module:function, or a shipped model")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="path/model.py[:function], package.module:function, or a shipped model",
+        autocompletion=_shipped_models,
+    ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan file, made by: checkflow plan MODEL -o FILE")]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help="passed to the model's build function")]
@@ -303,6 +316,10 @@ ParallelOption = Annotated[
 Output = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="FILE", help="write the plan here; without a plan, FILE stays as it is"),
+]
+Perfetto = Annotated[
+    Path | None,
+    typer.Option("--perfetto", metavar="FILE.json", help="write a trace for https://ui.perfetto.dev"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object, and nothing else")]
 Html = Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from checkflow.cli import options, probe
-from checkflow.cli.console import working
+from checkflow.cli.progress import working
 from checkflow.core.errors import CheckflowError
 
 if TYPE_CHECKING:
@@ -78,9 +78,10 @@ def plan_of(
     subject: Subject, device: Device, request: PlanRequest, granularity: GranularityName, ranks: Ranks | None = None
 ) -> Planned:
     """Trace and plan, for a device that need not exist here."""
+    from checkflow.planner.ilp.search import watched
     from checkflow.planner.pipeline import plan_model
 
-    with working(f"planning {subject.target} for {device.name}"):
+    with working(f"planning {subject.target} for {device.name}") as say, watched(say):
         return plan_model(subject, device, request, granularity.value, ranks)
 
 

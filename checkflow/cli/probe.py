@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow.cli import options
-from checkflow.cli.console import print_json, print_line, print_parts, working
+from checkflow.cli.console import print_json, print_line, print_parts
+from checkflow.cli.progress import working
 
 if TYPE_CHECKING:
     from checkflow.cli.options import GranularityName
@@ -65,7 +66,8 @@ def measure_device() -> Device:
 
 def plan_measured(subject: Subject, device: Device, request: PlanRequest, granularity: GranularityName) -> Planned:
     """Run a training step on this machine, and plan it by its measured times."""
+    from checkflow.planner.ilp.search import watched
     from checkflow.planner.pipeline import plan_measured_model
 
-    with working(f"running {subject.target} on {device.name}") as progress:
+    with working(f"running {subject.target} on {device.name}") as progress, watched(progress):
         return plan_measured_model(subject, device, request, granularity.value, progress=progress)

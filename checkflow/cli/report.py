@@ -1,36 +1,84 @@
-"""``checkflow report``, and ``checkflow compare`` for run reports: the tables of :mod:`.tables.run`, or a page."""
+"""``checkflow report``, and ``checkflow compare`` for run reports: tables of :mod:`.tables.run`, a page, a trace."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from checkflow.cli import options
-from checkflow.cli.console import FOUND, print_json, print_parts, write_page
+from checkflow.cli.console import FOUND, complain, print_json, print_parts, write_page
+
+if TYPE_CHECKING:
+    from checkflow.core.plan import Plan
 
 
 def report(
     directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="of a job's checkpoints, or a report.json")],
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN", help="hold the run against this plan [the one that ran]")
+    ] = None,
     html: options.Html = None,
+    perfetto: options.Perfetto = None,
+    as_json: options.Json = False,
 ) -> int:
-    """Show what a job's runs did and cost: restarts, failures, where the time goes, and the plan's promises."""
+    """Show what a job's runs did and cost: restarts, failures, where the time goes, and the plan's promises.
+
+    --perfetto writes the copies of the last captures, with those that the plan foresees beside them.
+    """
     from checkflow.cli.tables import run as run_table
     from checkflow.core import run_report
-    from checkflow.core.run_comparison import compare_run
 
     path = Path(directory) / run_report.FILE if Path(directory).is_dir() else Path(directory)
     runs = run_report.load(path)
     run_report.latest(runs, str(path))
+    if perfetto is not None:
+        _write_trace(path.parent, plan, perfetto)
     if html is not None:
         from checkflow.views.run import run_page
 
-        write_page(run_page(directory, runs), html, said=True)
-        return FOUND
-    print_parts([run_table.lives_table(runs), *run_table.runs_tables([compare_run(str(path), runs, None)])])
+        write_page(run_page(directory, runs), html, said=not as_json)
+    if as_json or (html is None and perfetto is None):
+        if not as_json:
+            print_parts([run_table.lives_table(runs)])
+        compare_reports([str(path), *([] if plan is None else [str(plan)])], as_json=as_json)
     return FOUND
+
+
+def _write_trace(directory: Path, plan: Path | None, file: Path) -> None:
+    from checkflow.core import capture_times
+    from checkflow.views.perfetto import run_trace, write_trace
+
+    times = capture_times.load(directory / capture_times.FILE)
+    wanted = {capture.plan_digest for capture in times.captures} - {""}
+    found = _plans_of(directory, plan, wanted)
+    if wanted - found.keys():
+        complain("the plan that ran is not in the directory: the trace has measured copies alone (--plan PLAN adds it)")
+    write_trace(run_trace(times, found), file)
+
+
+def _plans_of(directory: Path, given: Path | None, wanted: set[str]) -> dict[str, Plan]:
+    """Return the plans of these digests: those that are kept in the directory, and the one that the user gives."""
+    from checkflow.core import plan as plans
+    from checkflow.core.errors import PlanError
+    from checkflow.planner.schedule.replay import check_plan
+
+    found = {}
+    for path in (*directory.glob("plans/*.json"), *directory.glob("plans/00000-of-*/*.json")):
+        try:
+            read = plans.load(path)
+            if read.digest in wanted:
+                check_plan(read)
+                found[read.digest] = read
+        except PlanError as error:
+            complain(str(error))
+    if given is not None:
+        read = plans.load(given)
+        check_plan(read)
+        found[read.digest] = read
+    return found
 
 
 def reports_of_directories(subjects: Sequence[str]) -> list[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from checkflow.cli import options, planning
-from checkflow.cli.console import FOUND, INFEASIBLE, complain, print_json, print_parts, working
+from checkflow.cli.console import FOUND, INFEASIBLE, complain, print_json, print_parts, write_page
 from checkflow.cli.options import GranularityName, PolicyName
+from checkflow.cli.progress import working
 from checkflow.core.errors import CheckflowError, PlanError
 
 if TYPE_CHECKING:
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
     from checkflow.simulate.strategies import StorageSpeed
 
 # Options of the failures, not of the plan.
-OF_FAILURES = ("mtbf", "duration", "restart", "storage", "shape", "every", "runs", "seed", "overhead", "as_json")
+OF_FAILURES = (
+    "mtbf", "duration", "restart", "storage", "shape", "every", "runs", "seed", "overhead", "page", "as_json",
+)  # fmt: skip
 _NO_TIME = re.compile(r"\s*0+(\.0+)?\s*(ms|s|min|h|d)?\s*", re.ASCII)
 _MOST_SECONDS = 1e10  # three hundred years
 
@@ -167,6 +172,10 @@ def simulate(
     granularity: options.GranularityOption = GranularityName.SEGMENT,
     max_interval: options.MaxInterval = None,
     overhead: options.Overhead = 0.035,
+    page: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE.html", help="write a page: the same on 1 to 16,384 GPUs, with charts"),
+    ] = None,
     as_json: options.Json = False,
 ) -> int:
     """Simulate long training with failures: how much of the time is left under each way of making checkpoints.
@@ -205,10 +214,40 @@ def simulate(
         plan, written_to, mtbf_seconds=mtbf, overhead=overhead, memory_limit_bytes=limit_bytes,
         every_seconds=every or (),
     )  # fmt: skip
-    with working("simulating failures"):
-        found = simulate_failures(ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed)
-    _print_found(Given(plan, written_to, overhead, limit_bytes, ways.left_out), found, as_json)
+    with working("simulating failures") as say:
+        found = simulate_failures(
+            ways.ways, plan.timeline.iteration_seconds, failures, duration, runs=runs, seed=seed,
+            progress=lambda share: say(f"{runs:,} runs", share, 1.0),
+        )  # fmt: skip
+    given = Given(plan, written_to, overhead, limit_bytes, ways.left_out)
+    if page is not None:
+        _write_page(page, given, restart, duration, shape, every or [], seed, said=not as_json)
+    _print_found(given, found, as_json)
     return FOUND
+
+
+def _write_page(
+    file: Path, given: Given, restart: float, duration: float, shape: float, every: Sequence[float], seed: int,
+    *, said: bool,
+) -> None:  # fmt: skip
+    from checkflow.simulate import scaling
+    from checkflow.views.page import need_plotly
+    from checkflow.views.simulation import simulation_page
+
+    need_plotly()  # before the work
+    by_gpus = [scaling.GPU_SECONDS_A_FAILURE / count for count in scaling.GPU_COUNTS]
+    with working("simulating clusters") as say:
+        found = scaling.points(
+            given.plan, given.storage, [*by_gpus, *scaling.MTBF_SECONDS], restart_seconds=restart,
+            duration_seconds=duration, shape=shape, overhead=given.overhead,
+            memory_limit_bytes=given.memory_limit_bytes, every_seconds=every or [scaling.EPOCH_SECONDS], seed=seed,
+            progress=lambda share: say("1 to 16,384 GPUs", share, 1.0),
+        )  # fmt: skip
+    shown = simulation_page(
+        found[: len(by_gpus)], found[len(by_gpus) :], given.plan, given.storage, restart_seconds=restart,
+        duration_seconds=duration, shape=shape,
+    )  # fmt: skip
+    write_page(shown, file, said=said)
 
 
 def _refuse_size(mtbf: float, duration: float, runs: int) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow.cli import options
-from checkflow.cli.console import complain, print_json, print_parts, working
+from checkflow.cli.console import complain, print_json, print_parts
+from checkflow.cli.progress import working
 
 if TYPE_CHECKING:
     from checkflow.torture.campaign import Torture

@@ -17,7 +17,7 @@ from checkflow.core.errors import ReportError, first_fault
 from checkflow.core.graph import STRICT, Many
 from checkflow.core.plan import Plan
 from checkflow.core.run_history import HeldIterations, HistoryPoint
-from checkflow.core.small_files import check_density, check_fields, check_members, read_regular
+from checkflow.core.small_files import check_density, check_fields, read_object, read_regular
 
 FILE = "report.json"
 KEPT_RUNS = 32
@@ -322,6 +322,22 @@ def to_dict(report: RunReport) -> dict[str, Any]:
     return plain
 
 
+def scalars(report: RunReport) -> dict[str, float]:
+    """Return every number of a report by its place, such as "lag/seconds"; without lists, texts and unknown ones."""
+    found: dict[str, float] = {}
+
+    def add(plain: dict[str, Any], before: str) -> None:
+        for name, value in plain.items():
+            if isinstance(value, dict):
+                add(value, f"{before}{name}/")
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                found[before + name] = value
+
+    add(to_dict(report), "")
+    del found["version"]  # of the format
+    return found
+
+
 def dump_run(report: RunReport) -> str:
     """Return one run's line of the file."""
     return json.dumps(to_dict(report), allow_nan=False, ensure_ascii=True)
@@ -359,7 +375,7 @@ def loads(data: bytes, name: str) -> tuple[RunReport, ...]:
         raise ReportError(f"{name} is no run report: it has more than {MAX_BYTES} bytes")
     try:
         check_density(data)
-        plain = json.loads(data, object_pairs_hook=_object)
+        plain = json.loads(data, object_pairs_hook=read_object)
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{name} is no run report: {_one_line(error)}") from None
     version = plain.get("version") if isinstance(plain, dict) else None
@@ -423,14 +439,6 @@ def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(inner, f"{place}.{index}")
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield place, value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    check_members(pairs)
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
 
 
 def _one_line(error: Exception) -> str:

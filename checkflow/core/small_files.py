@@ -102,6 +102,19 @@ def check_members(found: Sized) -> None:
         raise ValueError(f"an object of it has {len(found)} members")
 
 
+def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads``, as its ``object_pairs_hook``: :func:`check_members`, and each key once.
+
+    Raises:
+        ValueError: there are too many members, or a key occurs twice.
+    """
+    check_members(pairs)
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
 def check_density(data: bytes) -> None:
     """For JSON of any origin, before anything is made of it: millions of empty lists take many times their own bytes.
 

@@ -8,7 +8,7 @@ training: what its last life has trained counts, durable or not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -139,7 +139,14 @@ def check_size(mtbf_seconds: float, duration_seconds: float, runs: int) -> None:
 
 
 def simulate_failures(
-    ways: Sequence[Way], iteration_seconds: float, failures: Failures, duration_seconds: float, *, runs: int, seed: int
+    ways: Sequence[Way],
+    iteration_seconds: float,
+    failures: Failures,
+    duration_seconds: float,
+    *,
+    runs: int,
+    seed: int,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> Simulation:
     """Many runs of a job, each as long as the others and with its own failures, under each way of making checkpoints.
 
@@ -148,6 +155,7 @@ def simulate_failures(
         duration_seconds: of a run, from its first start; the job is not done by then.
         runs: how many.
         seed: of the failures' times.
+        progress: called with the share of the time that is simulated.
 
     Raises:
         PlanError: an iteration takes no time; or as :func:`check_size`.
@@ -181,6 +189,7 @@ def simulate_failures(
         lost.append((trained - kept)[:, failed])
         count += int(failed.sum())
         going, left = going[failed], (left - lived)[failed]
+        progress(1 - float(left.sum()) / (runs * duration_seconds))
         start_seconds = failures.restart_seconds
     losses = np.concatenate(lost, axis=1)
     return Simulation(

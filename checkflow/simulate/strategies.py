@@ -103,6 +103,19 @@ def _way(name: str, interval: int, stall_seconds: float, durable_seconds: float)
     return Way(name, interval, interval, stall_seconds, durable_seconds)
 
 
+def dcp_way(plan: Plan, storage: StorageSpeed, *, mtbf_seconds: float) -> Way:
+    """torch.distributed.checkpoint's async_save at its best: training waits for the copy of all state over the link;
+    one save is under way at a time, at the interval that wastes least.
+    """
+    seconds = plan.timeline.iteration_seconds
+    stall_seconds = plan.timeline.state_bytes / plan.bandwidth_bytes_per_second
+    write_seconds = plan.fingerprint.state_bytes / storage.write_bytes_per_second
+    interval = max(
+        least_waste(1, seconds, stall_seconds, mtbf_seconds), math.ceil(max(0.0, write_seconds) / seconds), 1
+    )
+    return _way("DCP async_save, least waste", interval, stall_seconds, stall_seconds + write_seconds)
+
+
 def restore_seconds(plan: Plan, storage: StorageSpeed) -> float:
     """What a job that starts again takes to read its checkpoint."""
     return plan.fingerprint.state_bytes / storage.read_bytes_per_second

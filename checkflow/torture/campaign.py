@@ -102,7 +102,7 @@ class Torture:
     """
 
     campaign: Campaign
-    say: Callable[[str], None] = lambda part: None
+    say: Callable[[str, float, float | None], None] = lambda part, done, total: None
     directory: Path | None = None
     kills: list[Kill] = field(default_factory=list)
     problems: list[BrokenPromise] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Torture:
         if self.directory is None:
             return
         refuse_locked(self.directory, "another job")
-        self.say("reading what is there")
+        self.say("reading what is there", 0, None)
         self._known_runs = {run.run_id for run in read_runs(self.directory)}
         self.found = examine(self.directory, self.found)
         self.acknowledged = self.found.restorable
@@ -172,7 +172,8 @@ class Torture:
         last = bool(self.kills) and (len(self.kills) >= campaign.kills or self._late())
         aim = None if last else self._draw(source)
         what = "the start after the last kill" if aim is None else f"kill {len(self.kills) + 1} of {campaign.kills}"
-        self.say(what if self.acknowledged is None else f"{what}, step {self.acknowledged}")
+        said = what if self.acknowledged is None else f"{what}, step {self.acknowledged}"
+        self.say(said, len(self.kills), campaign.kills + 1)  # the last start is work, too
         known, job = self.directory is not None, start(campaign.command, campaign.log, strangers)
         life = JobLife(job, self.directory, self.acknowledged, aim, self._speed)
         life.run(campaign.patience_seconds, self._late)

@@ -1,1 +1,1 @@
-"""Plans, runs and comparisons as pages for a browser."""
+"""Plans, runs and simulations as pages for a browser and traces for Perfetto, written to files."""

@@ -136,6 +136,11 @@ def render(title: str, subtitle: str, parts: Sequence[Part]) -> str:
 """
 
 
+def need_plotly() -> None:
+    """Raise ViewError if plotly is not installed."""
+    _plotly()
+
+
 def write(page: str, path: str | os.PathLike[str]) -> None:
     """Write a page's file.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkflow.core.errors import SolverError
-from checkflow.planner.ilp.search import Solve, found, infeasible, nothing_found, solver_files
+from checkflow.planner.ilp.search import Solve, Watch, found, infeasible, nothing_found, solver_files
 
 if TYPE_CHECKING:
     import pulp
@@ -36,6 +36,7 @@ def search(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> 
             program, str(model), *limit, *exact, "-timeMode", "elapsed", "-ratio", "0", "-allow", "0",
             "-threads", "0", "-solve", "-printingOptions", "all", "-solution", str(solution),
         ]  # fmt: skip
+        Watch("CBC", seconds).tell()
         _run_cbc(command, log, seconds)
         text = log.read_text(errors="replace")
         _check_whole(solution, lines=1 + problem.numConstraints() + len(variables))

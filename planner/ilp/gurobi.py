@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from checkflow.core.errors import SolverError
 from checkflow.planner.ilp.search import (
     Solve,
+    Watch,
     found,
     infeasible,
     nothing_found,
@@ -69,7 +70,14 @@ def search(problem: pulp.LpProblem, environment: Any, seconds: float, tolerance:
         try:
             solver.buildSolverModel(problem)
             model = problem.solverModel
-            run_in_thread(model.optimize, model.terminate)
+            watch = Watch("Gurobi", seconds)
+            watch.tell()
+
+            def look(model: Any, where: int) -> None:
+                if where == codes.Callback.MIP:
+                    watch.tell(model.cbGet(codes.Callback.MIP_OBJBST), model.cbGet(codes.Callback.MIP_OBJBND))
+
+            run_in_thread((lambda: model.optimize(look)) if watch.wanted else model.optimize, model.terminate)
             if model.Status == codes.INF_OR_UNBD:  # only a solve without these reductions shows which
                 model.setParam("DualReductions", 0)
                 run_in_thread(model.optimize, model.terminate)

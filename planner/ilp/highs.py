@@ -10,7 +10,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from checkflow.core.errors import SolverError
-from checkflow.planner.ilp.search import Solve, found, infeasible, nothing_found, run_in_thread, threads
+from checkflow.planner.ilp.search import Solve, Watch, found, infeasible, nothing_found, run_in_thread, threads
 
 if TYPE_CHECKING:
     import pulp
@@ -34,6 +34,10 @@ def search(problem: pulp.LpProblem, seconds: float, tolerance: float | None) -> 
         options |= {"mip_feasibility_tolerance": tolerance, "primal_feasibility_tolerance": tolerance}
     model = make_model(problem, options)
     model.HandleUserInterrupt = True  # else it cannot be cancelled
+    watch = Watch("HiGHS", seconds)
+    watch.tell()
+    if watch.wanted:
+        model.cbMipInterrupt += lambda event: watch.tell(event.data_out.mip_primal_bound, event.data_out.mip_dual_bound)
     run_in_thread(model.run, model.cancelSolve)
     status, info, version = model.getModelStatus(), model.getInfo(), str(model.version())
     if status == highspy.HighsModelStatus.kInfeasible:

@@ -10,21 +10,63 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from checkflow.core.errors import SolverError
+from checkflow.core.units import format_time
 
 SolverName = Literal["gurobi", "highs", "cbc"]
 SolverChoice = Literal["auto", "gurobi", "highs", "cbc"]
 SolveStatus = Literal["optimal", "feasible", "infeasible"]
 _POLL_SECONDS = 0.05
+_TELL_SECONDS = 0.2
 # HiGHS and Gurobi check for cancellation between two steps of their search. Presolve may take longer than this; then
 # the thread is left to end later, or with the process.
 _CANCEL_SECONDS = 1.0
+# What is told of a search while it goes on: by whoever runs one for a person to wait for.
+_watcher: ContextVar[Callable[[str], None] | None] = ContextVar("watcher", default=None)
 _one_at_a_time = threading.Lock()  # else two redirections may restore standard output in the wrong order
+
+
+@contextlib.contextmanager
+def watched(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell in words how each search in this context stands, on any thread."""
+    token = _watcher.set(tell)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+class Watch:
+    """Tells how one search stands, a few times a second at most."""
+
+    def __init__(self, solver: str, time_limit_seconds: float) -> None:
+        self._tell, self._solver, self._told = _watcher.get(), solver, -math.inf
+        self._limit = "" if math.isinf(time_limit_seconds) else f", at most {format_time(time_limit_seconds)}"
+
+    @property
+    def wanted(self) -> bool:
+        return self._tell is not None
+
+    def tell(self, best: float = math.inf, bound: float = -math.inf) -> None:
+        """Say the best objective so far, and the bound; infinite: none yet, or the solver does not say."""
+        now = time.monotonic()
+        if self._tell is None or now - self._told < _TELL_SECONDS:
+            return
+        self._told, words = now, [f"{self._solver} searches{self._limit}"]
+        if math.isfinite(bound):
+            words.append(f"bound {bound:.6g}")
+        if math.isfinite(best):
+            words.append(f"best {best:.6g}")
+        if math.isfinite(best) and math.isfinite(bound) and best:
+            words.append(f"gap {100 * max(0.0, best - bound) / abs(best):.1f} %")
+        self._tell(", ".join(words))
 
 
 class NothingFoundError(SolverError):

@@ -92,6 +92,11 @@ class PlanInPlace:
         return self.execution.capturer.last_report
 
     @property
+    def last_captures(self) -> tuple[CaptureReport, ...]:
+        """The last few of them."""
+        return tuple(self.execution.capturer.reports)
+
+    @property
     def quiet(self) -> bool:
         """Whether no copies may run beside the iteration that begins."""
         return self.planning is not None and self.planning.quiet

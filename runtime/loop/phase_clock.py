@@ -26,6 +26,8 @@ _HOLDS: Final = {"anchors": SNAPSHOT_WAIT, "boundary": SNAPSHOT_WAIT, "buffers":
 ERROR_SHARE: Final = 0.01  # by which a quantile may be off
 BINS_A_DECADE: Final = 4  # of a histogram
 STALLS_KEPT: Final = 200  # checkpoints
+SPELLS_KEPT: Final = 2000
+LEAST_HOLD_SECONDS: Final = 20e-6  # shorter ones are too many to keep each
 _GROWTH = (1 + ERROR_SHARE) / (1 - ERROR_SHARE)
 _LOG_GROWTH = math.log(_GROWTH)
 
@@ -128,7 +130,9 @@ class PhaseClock:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._since = now()
+        self._since = self._phase_since = self._iteration_since = now()
+        #: The last iterations, phases and holds: what, since when, until when.
+        self.spells: deque[tuple[str, float, float]] = deque(maxlen=SPELLS_KEPT)
         self._started = False  # what comes before the first event that is training's belongs to no iteration
         self._phase = OTHER
         self._stepping = 0  # steps of optimizers that began and have not ended
@@ -153,10 +157,15 @@ class PhaseClock:
         if phase == self._phase and self._started:
             return
         self._charge()
-        self._phase = phase
+        self._pass_to(phase)
         if not self._started and phase != OTHER:
             self._started = True
             self._seconds = [0.0] * len(PHASES)
+
+    def _pass_to(self, phase: int) -> None:
+        """Leave the present phase, as of the last event."""
+        self.spells.append((PHASES[self._phase], self._phase_since, self._since))
+        self._phase, self._phase_since = phase, self._since
 
     def step_begins(self) -> None:
         """An optimizer steps. One whose class calls its parent's step may say so twice."""
@@ -192,7 +201,10 @@ class PhaseClock:
         """
         self._charge()
         seconds, self._seconds = self._seconds, [0.0] * len(PHASES)
-        self._phase, self._stepping = OTHER, 0  # a step that raised has said nothing of its end
+        self._pass_to(OTHER)
+        self.spells.append(("iteration", self._iteration_since, self._since))
+        self._iteration_since = self._since
+        self._stepping = 0  # a step that raised has said nothing of its end
         capturing, self._capturing = self._capturing or captured, captured or under_way
         if not self._started:  # where it began was not seen
             self._started = True
@@ -272,7 +284,10 @@ class _Holding:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         clock = self._clock
-        whole = clock._charge() - self._begun
+        now = clock._charge()
+        whole = now - self._begun
+        if whole >= LEAST_HOLD_SECONDS:
+            clock.spells.append((self.what, self._begun, now))
         clock._holds.pop()
         clock.longest_hold_seconds = max(clock.longest_hold_seconds, whole - self.excluded)
         if clock._holds:

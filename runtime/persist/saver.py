@@ -196,6 +196,8 @@ class Saving:
                 capture.step, capture.layout, capture.buffer.view, extra, info,
                 ties=capture.ties, absent=capture.absent, plan_digest=capture.plan_digest,
             )  # fmt: skip
+        if isinstance(self._store, Store):
+            capture.written_at, capture.published_at = self._store.committed_at
         self.tier.stored(capture.step)
         return path
 

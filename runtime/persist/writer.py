@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkflow.core.capture_times import KEPT_CAPTURES
 from checkflow.core.errors import CheckflowError, ConsistencyError, VoidCheckpointError
 from checkflow.runtime.format.digest import Digest, digest_memory
 from checkflow.runtime.snapshot.capturer import Capture
@@ -35,6 +36,12 @@ class Persisted:
     seconds: float
     size_bytes: int  # of its tensors' files
     audited: bool
+    # When, by time.monotonic; 0: it did not come to this.
+    begun: float = 0.0
+    audited_at: float = 0.0
+    written_at: float = 0.0
+    published_at: float = 0.0
+    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,7 @@ class Writer:
         self._written: list[str] = []
         self.committed = self.failed = self.void = self.superseded = self.audited = self.breaches = 0
         self.breached_plans: set[str] = set()  # digests of plans that an audit refuted
-        self.last: Persisted | None = None
+        self.recent: deque[Persisted] = deque(maxlen=KEPT_CAPTURES)  # the last ones
         self.durable: Durable | None = None
         self.persisted_bytes, self.persist_seconds = 0, 0.0  # of what was committed
         self.last_failure: tuple[float, str] | None = None  # time.monotonic, and the reason
@@ -95,6 +102,10 @@ class Writer:
         self._logged_at, self._unlogged = 0.0, 0  # time.monotonic of that line; failures since
         self._thread = threading.Thread(target=self._run, name="checkflow-writer", daemon=True)
         self._thread.start()
+
+    @property
+    def last(self) -> Persisted | None:
+        return self.recent[-1] if self.recent else None
 
     def submit(self, capture: Capture) -> None:
         """Take a complete capture; returns at once."""
@@ -212,7 +223,7 @@ class Writer:
                 continue
             outcome = self._persist(capture)
             with self._mutex:
-                self.last = outcome
+                self.recent.append(outcome)
                 self._busy = False
                 self.committed += outcome.error is None
                 void = isinstance(outcome.error, VoidCheckpointError)
@@ -243,10 +254,11 @@ class Writer:
         self.persist_seconds += outcome.seconds
 
     def _persist(self, capture: Capture) -> Persisted:
-        begun = time.perf_counter()
+        begun, audited_at = time.monotonic(), 0.0
         path, error = None, None
         try:
             self._audit(capture)
+            audited_at = time.monotonic()
             path = self._commit(capture)
             if self._reason is not None:
                 self._reason, self._unlogged = None, 0
@@ -264,9 +276,11 @@ class Writer:
             said = " ".join(str(reason).split())
             error = CheckflowError(f"checkpoint of step {capture.step}: {type(reason).__name__}: {said}")
             logger.exception("checkpoint of step %d failed, training goes on", capture.step)
+        ended = time.monotonic()
         return Persisted(
-            capture.step, path, error, time.perf_counter() - begun,
+            capture.step, path, error, ended - begun,
             sum(file.size_bytes for file in capture.layout.files), capture.digests is not None,
+            begun, audited_at, capture.written_at, capture.published_at, ended,
         )  # fmt: skip
 
     def _log(self, capture: Capture, error: CheckflowError) -> None:

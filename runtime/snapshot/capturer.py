@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from checkflow.core.capture_times import KEPT_CAPTURES
 from checkflow.core.errors import CheckflowError, ConsistencyError
 from checkflow.core.graph import BOUNDARY, AnchorKey
 from checkflow.core.plan import Plan
@@ -60,6 +61,9 @@ class Capture:
     sources: Mapping[str, Source] = field(default_factory=dict)  # of a rank's parts
     begun: float = field(default_factory=time.monotonic)
     arrived: bool = False  # and handed on
+    arrived_at: float = 0.0  # by time.monotonic
+    written_at: float = 0.0  # likewise: all files are on storage, under a name that no reader looks at
+    published_at: float = 0.0  # likewise: under their own name
     error: CheckflowError | None = None  # why it did not arrive
 
 
@@ -71,6 +75,9 @@ class CaptureReport:
     outcome: CaptureOutcome
     boundary_bytes: int  # copied at the boundary: host state, and tensors that the plan does not know
     moved: MovedBytes
+    plan: Plan | None = None  # by which it was gathered
+    begun: float = 0.0  # by time.monotonic
+    arrived_at: float = 0.0
 
     @property
     def statistics(self) -> CopyStatistics:
@@ -137,8 +144,13 @@ class Capturer:
         self._failed: list[tuple[int, CheckflowError]] = []
         self.settled = SettledTensors(plan)
         self.layout_changes = 0
-        self.last_report: CaptureReport | None = None
+        self.reports: deque[CaptureReport] = deque(maxlen=KEPT_CAPTURES)  # of the last captures
         self.moved = MovedBytes()
+
+    @property
+    def last_report(self) -> CaptureReport | None:
+        """The last capture that ended."""
+        return self.reports[-1] if self.reports else None
 
     @property
     def under_way(self) -> bool:
@@ -350,11 +362,17 @@ class Capturer:
                 statistics.large_seconds,
             )
             self.moved += moved
-            self.last_report = CaptureReport(one.capture.step, outcome, one.boundary_bytes, moved)
+            capture = one.capture
+            self.reports.append(
+                CaptureReport(
+                    capture.step, outcome, one.boundary_bytes, moved,
+                    self._plan if capture.by_plan else None, capture.begun, capture.arrived_at,
+                )
+            )  # fmt: skip
 
     def _hand_on(self, capture: Capture) -> None:
         """On the engine's thread: all of it has arrived."""
-        capture.arrived = True
+        capture.arrived, capture.arrived_at = True, time.monotonic()
         self._deliver(capture)
 
     def _fail(self, capture: Capture, error: CheckflowError) -> None:

@@ -85,6 +85,7 @@ class Store:
         self._spare = frozenset(spare)
         self._void: set[str] = set()  # published but not durable, to be removed
         self._went_on_from: int | None = None  # retention has not run since
+        self.committed_at = 0.0, 0.0  # of the last commit, by time.monotonic: all was written; it was published
         self._root: int | None = None
         self._warned_no_sync = False
         self._warned_left: set[str] = set()  # names that could not be removed
@@ -230,8 +231,10 @@ class Store:
                     self._retire(root, self._went_on_from)
                     self._went_on_from = None
                 write(root, temporary)
+                written = time.monotonic()
                 # (6), (7) its final name, durably: from here on it is acknowledged
                 self._publish(root, temporary, final)
+                self.committed_at = written, time.monotonic()
             except BaseException:
                 self._remove_quietly(root, temporary)
                 raise

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from checkflow.runtime.transfer.engine import (
     CopyStatistics,
     Transfer,
     log_failure,
+    ordered_spans,
     records,
 )
 
@@ -128,7 +130,7 @@ class CudaCopyEngine:
         now.snapshot_bytes += size_bytes
         now.held_bytes += size_bytes
         now.peak_bytes = max(now.peak_bytes, now.held_bytes)
-        now.orders.append(CopyOrder(tuple(made), "snapshot", anchor))
+        now.orders.append(CopyOrder(tuple(made), "snapshot", anchor, time.perf_counter()))
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
         with self._ordering:
@@ -283,7 +285,7 @@ class CudaCopyEngine:
             for chunk in part.chunks:
                 now.part_of[chunk] = number
             now.remaining -= len(part.chunks)
-            now.orders.append(CopyOrder(part.chunks, "offload", anchor))
+            now.orders.append(CopyOrder(part.chunks, "offload", anchor, time.perf_counter()))
         if now.remaining <= 0:
             self._seal()
 
@@ -426,8 +428,10 @@ class CudaCopyEngine:
     def outcome_of(self, capture: DeviceCapture) -> CaptureOutcome | None:
         """Return the outcome of an ended capture, else None. Its events are reused from then on."""
         if capture.outcome is None and capture.ended:
-            log = functools.partial(records, capture.orders, capture.transfers)
-            capture.outcome = CaptureOutcome(self._statistics(capture), log)
+            done = capture.orders, capture.transfers
+            capture.outcome = CaptureOutcome(
+                self._statistics(capture), functools.partial(records, *done), functools.partial(ordered_spans, *done)
+            )
             self._device.recycle(capture.events)
         return capture.outcome
 

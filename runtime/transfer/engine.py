@@ -39,6 +39,18 @@ class CopyOrder(NamedTuple):
     chunks: tuple[int, ...]
     kind: Literal["snapshot", "offload"]
     anchor: str
+    ordered: float = 0.0  # time.perf_counter; 0: not noted
+
+
+class CopySpan(NamedTuple):
+    """When some chunks were copied together, by time.perf_counter."""
+
+    kind: Literal["snapshot", "offload", "boundary"]  # the last: what was copied at once
+    chunk: int  # the first one; -1: at the boundary
+    chunks: int
+    size_bytes: int
+    begun: float
+    seconds: float | None  # None: known is only when it was ordered
 
 
 def records(orders: Iterable[CopyOrder], transfers: Sequence[Transfer]) -> tuple[CopyRecord, ...]:
@@ -48,6 +60,17 @@ def records(orders: Iterable[CopyOrder], transfers: Sequence[Transfer]) -> tuple
         for order in orders
         for chunk in order.chunks
     )
+
+
+def ordered_spans(orders: Iterable[CopyOrder], transfers: Sequence[Transfer]) -> list[CopySpan]:
+    """When copies were ordered, by an engine that does not see when they are made."""
+    return [
+        CopySpan(
+            order.kind, order.chunks[0], len(order.chunks),
+            sum(transfers[chunk].length_bytes for chunk in order.chunks), order.ordered, None,
+        )
+        for order in orders if order.chunks
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +92,7 @@ class CaptureOutcome:
 
     statistics: CopyStatistics
     log: Callable[[], tuple[CopyRecord, ...]]  # made on demand: it is as long as the plan
+    spans: Callable[[], list[CopySpan]] = list  # likewise
 
 
 class Concluded(Protocol):

@@ -8,8 +8,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -18,6 +19,7 @@ from checkflow.runtime.transfer.engine import (
     CaptureOutcome,
     CopyOrder,
     CopyRecord,
+    CopySpan,
     CopyStatistics,
     Transfer,
     log_failure,
@@ -35,6 +37,8 @@ TAKEN_BYTES = 1024 * 1024
 _MEMMOVE_ADDRESS = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
 assert _MEMMOVE_ADDRESS is not None
 _move_holding = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(_MEMMOVE_ADDRESS)
+
+_Copied = tuple[Literal["snapshot", "offload"], Sequence[int], float, float]
 
 # _OWN: the training thread copies it; after an interrupt the next wait copies it again.
 _PENDING, _QUEUED, _RUNNING, _OWN, _DONE = range(5)
@@ -60,6 +64,9 @@ class HostCopyEngine:
         self._snapshots: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._freeable: set[int] = set()
         self._orders: list[CopyOrder] = []
+        # Lists of their own for each capture, whose outcome keeps them; the first: kind, chunks, begin, seconds.
+        self._copied: list[_Copied] = []
+        self._boundary: list[CopySpan] = []
         self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
         self._held_bytes = self._snapshot_bytes = self._peak_bytes = self._remaining = 0
         self._large_bytes = 0
@@ -92,17 +99,21 @@ class HostCopyEngine:
             self._begun = False
             self._status = bytearray(len(transfers))
             self._remaining = len(transfers) + 1  # ``at_once`` counts as one
-            self._orders = []
+            self._orders, self._copied, self._boundary = [], [], []
             self._waited_seconds = self._snapshot_seconds = self._offload_seconds = self._large_seconds = 0.0
             self._snapshot_bytes = self._peak_bytes = self._large_bytes = 0
+        begun = time.perf_counter()
         for transfer in at_once:
             ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
+        if at_once:
+            size_bytes = sum(one.length_bytes for one in at_once)
+            self._boundary = [CopySpan("boundary", -1, len(at_once), size_bytes, begun, time.perf_counter() - begun)]
         with self._mutex:
             self._begun = True
             self._count(1)
 
     def snapshot(self, chunks: Sequence[int], anchor: str) -> None:
-        begun = time.perf_counter()
+        begun = before = time.perf_counter()
         for chunk in chunks:
             if self._status[chunk] != _PENDING or chunk in self._snapshots:
                 continue  # it left its live tensor already, or an interrupt came after this
@@ -115,6 +126,9 @@ class HostCopyEngine:
                 self._snapshot_bytes += transfer.length_bytes
                 self._peak_bytes = max(self._peak_bytes, self._held_bytes)
                 self._orders.append(CopyOrder((chunk,), "snapshot", anchor))
+                now = time.perf_counter()
+                self._copied.append(("snapshot", (chunk,), before, now - before))
+                before = now
         self._snapshot_seconds += time.perf_counter() - begun
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
@@ -185,7 +199,9 @@ class HostCopyEngine:
 
     def conclude(self) -> _Ended:
         self.finish()  # copying the rest here is fastest
-        return _Ended(CaptureOutcome(self.statistics(), functools.partial(records, self._orders, self._transfers)))
+        log = functools.partial(records, self._orders, self._transfers)
+        spans = functools.partial(_spans, self._boundary, self._copied, self._transfers)
+        return _Ended(CaptureOutcome(self.statistics(), log, spans))
 
     def finish(self) -> None:
         if _PENDING in self._status:
@@ -276,6 +292,7 @@ class HostCopyEngine:
         seconds = time.perf_counter() - begun
         large_bytes = self._transfers[chunks[0]].length_bytes if len(chunks) == 1 else 0  # those are copied alone
         with self._mutex:
+            self._copied.append(("offload", chunks, begun, seconds))
             self._offload_seconds += seconds
             if large_bytes >= TAKEN_BYTES:
                 self._large_bytes += large_bytes
@@ -307,6 +324,15 @@ class HostCopyEngine:
     def _give_back(self, chunk: int) -> None:
         if self._snapshots.pop(chunk, None) is not None:
             self._held_bytes -= self._transfers[chunk].length_bytes
+
+
+def _spans(boundary: Iterable[CopySpan], copied: Iterable[_Copied], transfers: Sequence[Transfer]) -> list[CopySpan]:
+    """When copies were made."""
+    made = [
+        CopySpan(kind, chunks[0], len(chunks), sum(transfers[chunk].length_bytes for chunk in chunks), begun, seconds)
+        for kind, chunks, begun, seconds in copied
+    ]
+    return [*boundary, *made]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
+from checkflow.core.units import format_size
 from checkflow.runtime.format import codec
 from checkflow.runtime.state import stages
 from checkflow.runtime.store.filling import fill_all
@@ -22,6 +23,8 @@ from checkflow.runtime.store.reader import Checkpoint
 
 DCP = "dcp"  # what versions of checkflow.integrations.dcp have under this owner and key
 Format = Literal["torch", "safetensors", "dcp"]
+Progress = Callable[[str, float, float | None], None]
+_READ_BYTES = 256 << 20  # at a time, between two reports of progress
 _SUFFIXES: Mapping[str, Format] = {
     ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch", ".safetensors": "safetensors", "": "dcp",
 }  # fmt: skip
@@ -34,7 +37,7 @@ def format_of(path: Path) -> Format | None:
     return _SUFFIXES.get(path.suffix)
 
 
-def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
+def state_dicts(checkpoint: Checkpoint, progress: Progress = lambda part, done, total: None) -> dict[str, Any]:
     """Everything in a checkpoint, as a script without checkflow would load it.
 
     Each model's and optimizer's ``state_dict()`` by name ("model" and "optimizer" for one of each); ``"state"``: those
@@ -48,13 +51,13 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     extra = codec.decode(checkpoint.extra_bytes)
     if isinstance(extra, dict) and DCP in extra:
-        return _nested(checkpoint, extra[DCP])
+        return _nested(checkpoint, extra[DCP], progress)
     if not isinstance(extra, dict) or "job" not in extra:
         raise UnsupportedError(
             f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/how-to/shards.md)"
         )
     job = stages.job_of_all(checkpoint, extra["job"])
-    tensors = _read_all(checkpoint)
+    tensors = _read_all(checkpoint, progress)
     tensors |= {name: tensors[of] for name, of in checkpoint.ties}
     optimizers = job["optimizers"]
     found: dict[str, Any] = {}
@@ -73,20 +76,28 @@ def state_dicts(checkpoint: Checkpoint) -> dict[str, Any]:
     return found | ({"parameters": parameters} if parameters else {})
 
 
-def _read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _read_all(checkpoint: Checkpoint, progress: Progress) -> dict[str, torch.Tensor]:
     tensors = {
         name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
         for name, entry in checkpoint.tensors.items()
     }
-    fill_all(checkpoint, [(name, tensor, None) for name, tensor in tensors.items()])
+    whole_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    read_bytes, some, some_bytes = 0, [], 0
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
+        some.append((name, tensor, None))
+        some_bytes += tensor.nbytes
+        if some_bytes >= _READ_BYTES or number == len(tensors):
+            progress(f"reading {format_size(whole_bytes)}", read_bytes, whole_bytes)
+            fill_all(checkpoint, some)
+            read_bytes, some, some_bytes = read_bytes + some_bytes, [], 0
     return tensors
 
 
-def _nested(checkpoint: Checkpoint, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(checkpoint: Checkpoint, saved: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     """The state dict that was given to ``dcp.save``."""
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-    tensors = {name.removeprefix(f"{DCP}/"): tensor for name, tensor in _read_all(checkpoint).items()}
+    tensors = {name.removeprefix(f"{DCP}/"): tensor for name, tensor in _read_all(checkpoint, progress).items()}
     flat = {**tensors, **saved["values"]}
     return unflatten_state_dict(flat, saved["paths"]) if saved["paths"] is not None else flat
 
@@ -162,6 +173,7 @@ def export(
     model: str | None = None,
     replace: bool = False,
     flat: bool = False,
+    progress: Progress = lambda part, done, total: None,
 ) -> None:
     """Write a checkpoint in another format, whole or not at all. Raises MismatchError if the model is unclear,
     StorageError if the target exists.
@@ -173,10 +185,12 @@ def export(
         model: which, for safetensors; None: the only one.
         replace: whether to replace an existing target.
         flat: for "dcp": the names of :func:`flat_state`.
+        progress: called with what is done, and how many of how many bytes; None: not known.
     """
     if target.exists() and not replace:
         raise StorageError(f"{target} exists already: pass --force to replace it")
-    found = state_dicts(checkpoint)
+    found = state_dicts(checkpoint, progress)
+    progress("writing", 0, None)
     writers: Mapping[Format, Callable[[Path], None]] = {
         "torch": lambda path: torch.save(found, path),
         "safetensors": lambda path: _save_model(checkpoint, found, model, path),

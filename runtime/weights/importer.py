@@ -52,14 +52,14 @@ def import_weights(
     step: int = 0,
     model: str = DEFAULT_MODEL,
     optimizer: str = DEFAULT_OPTIMIZER,
-    progress: Callable[[str], None] = lambda name: None,
+    progress: Callable[[str, float, float | None], None] = lambda part, done, total: None,
 ) -> Imported:
     """Write weights as a checkpoint, with one tensor in memory at a time; no checkpoint is replaced or deleted.
 
     Args:
         model: the job's name for the model.
         optimizer: the job's name for the optimizer, if the weights come with its state.
-        progress: called with the name of each tensor before it is read.
+        progress: called with the name of each tensor before it is read, and how many of how many bytes were read.
 
     Raises:
         CorruptCheckpointError: the source is damaged; nothing was written.
@@ -82,9 +82,18 @@ def import_weights(
         "job": {"modules": _modules(model, weights.extras), "optimizers": optimizers, "objects": {}},
         "imported": imported,
     })  # fmt: skip
+    progress("verifying the source", 0, None)
     weights.verify()
     if weights.optimizer is not None:
         weights.optimizer.verify()
+    read_bytes, whole_bytes = 0, sum(one.described.size_bytes for one in sources.values())
+
+    def read(name: str, source: _Source) -> memoryview:
+        nonlocal read_bytes
+        progress(name, read_bytes, whole_bytes)
+        read_bytes += source.described.size_bytes
+        return source.read()
+
     with Store(
         directory,
         run_id=uuid.uuid4().hex[:16],
@@ -93,9 +102,11 @@ def import_weights(
         trust=ANYONE,  # nothing there is read
     ) as store:
         if any(path.name == step_name(step) for path in store.checkpoints()):
-            raise StorageError(f"{store.directory} has a checkpoint of step {step} already: choose another step")
+            raise StorageError(
+                f"{store.directory} has a checkpoint of step {step} already: choose another step (--step)"
+            )
         path = store.commit(
-            step, layout, lambda file: _image(file, sources, progress), extra,
+            step, layout, lambda file: _image(file, sources, read), extra,
             {"epoch": 0, "epoch_end": False, "created": round(time.time(), 3), "imported": imported},
             ties=[(f"{model}/{further}", f"{model}/{name}") for further, name in weights.ties.items()],
         )  # fmt: skip
@@ -103,7 +114,7 @@ def import_weights(
     assert newest is not None
     return Imported(
         weights.where, weights.form, path, step, len(sources), len(sources) - len(weights.tensors),
-        sum(one.described.size_bytes for one in sources.values()), len(weights.ties), weights.left_out, newest,
+        whole_bytes, len(weights.ties), weights.left_out, newest,
     )  # fmt: skip
 
 
@@ -153,9 +164,10 @@ def _modules(model: str, extras: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{model}/{name.removesuffix(EXTRA_STATE).removesuffix('.')}": value for name, value in extras.items()}
 
 
-def _image(file: FileLayout, sources: Mapping[str, _Source], progress: Callable[[str], None]) -> Iterator[memoryview]:
+def _image(
+    file: FileLayout, sources: Mapping[str, _Source], read: Callable[[str, _Source], memoryview]
+) -> Iterator[memoryview]:
     yield memoryview(file.header)
     for placed in file.tensors:
         name = placed.record.name
-        progress(name.partition("/")[2])
-        yield sources[name].read()  # held by no variable while the next one is read
+        yield read(name.partition("/")[2], sources[name])  # held by no variable while the next one is read

@@ -104,7 +104,7 @@ def form_of(path: Path) -> Form:
         raise StorageError(f"there is no {path}")
     found: Form | None = "safetensors" if path.name.endswith(INDEX) else _SUFFIXES.get(path.suffix)
     if found is None:
-        raise StorageError(f"{path} does not say what it is: give its format")
+        raise StorageError(f"{path} does not say what it is: give its format (--format)")
     return found
 
 

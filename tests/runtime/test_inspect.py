@@ -91,7 +91,10 @@ def test_one_checkpoint_is_listed_alone(directory: Path, capsys: pytest.CaptureF
         for reference in (entry["path"], f"{directory}@{entry['step']}"):
             assert as_json(capsys, "ls", reference)["entries"] == [entry]
     code, text = run(capsys, "ls", f"{directory}@99")
-    assert (code, text) == (1, f"checkflow: {directory} holds no checkpoint of step 99\n")
+    assert (code, text) == (
+        1,
+        f"checkflow: {directory} holds no checkpoint of step 99: checkflow ls {directory} lists those that it has\n",
+    )
 
 
 def test_a_directory_of_checkpoints_stands_for_its_report(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,9 +19,16 @@ from checkflow.core.run_report import RankCosts, RunReport
 from checkflow.planner.schedule.baselines import baselines
 from checkflow.planner.schedule.compare import compare_plan
 from checkflow.planner.schedule.replay import check_plan
+from checkflow.simulate.scaling import Point
+from checkflow.simulate.simulation import RunSpread
+from checkflow.simulate.strategies import StorageSpeed
+from checkflow.views.page import write
+from checkflow.views.simulation import simulation_page
 from tests.support.browser import Browser, browser
+from tests.support.horizons import make_step
 from tests.support.oracle import random_plan
 from tests.support.page_data import HOSTILE, make_page_plan
+from tests.support.planned_jobs import plan_by_trace
 
 SHOWN = HOSTILE.replace("\x1b", "\\x1b")
 
@@ -214,3 +221,16 @@ def test_the_newest_run_may_be_its_first(tmp_path: Path, job: Path, window: Brow
     window.open(page)
     assert_quiet(window, page)
     assert "without a history" in window.run("return document.body.innerText")
+
+
+@pytest.mark.slow
+def test_simulated_clusters(window: Browser, tmp_path: Path) -> None:
+    plan = plan_by_trace(make_step())
+    points = [Point(seconds, {"checkflow": RunSpread(0.9, 0.8, 1.0)}, 0.7) for seconds in (3600.0, 60.0)]
+    speed = StorageSpeed(1e9, 1e9)
+    page = tmp_path / "page.html"
+    write(simulation_page(points, points, plan, speed, restart_seconds=60, duration_seconds=86400, shape=1.0), page)
+    window.open(page)
+    assert_quiet(window, page)
+    assert_all_drawn(window, "gpus")
+    assert_all_drawn(window, "failures")

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from checkflow.core import capture_times, run_report
 from checkflow.core import plan as plans
-from checkflow.core import run_report
 from checkflow.planner.schedule import replay
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.interval.profile import Identity, ProfileCache
@@ -46,6 +46,7 @@ def make_feeds(directory: Path) -> dict[str, Feed]:
         "extra state": feed_extra,
         "plan": feed_plan,
         "report": feed_report,
+        "captures": feed_captures,
         "profile": lambda data: feed_profile(directory, data),
         "checkpoint": lambda item: feed_folder(directory, Folder(*item)),
     }
@@ -98,6 +99,12 @@ def feed_plan(data: bytes) -> str:
 def feed_report(data: bytes) -> str:
     runs = run_report.loads(data, "report.json")
     assert run_report.loads(run_report.dump_file(map(run_report.dump_run, runs)), "again") == runs
+    return "valid"
+
+
+def feed_captures(data: bytes) -> str:
+    file = capture_times.loads(data, "captures.json")
+    assert capture_times.loads(capture_times.dumps(file), "again") == file
     return "valid"
 
 

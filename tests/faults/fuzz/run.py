@@ -53,6 +53,7 @@ WEIGHTS = {
     "extra state": 5,
     "plan": 3,
     "report": 2,
+    "captures": 1,
     "profile": 1,
     "checkpoint": 1,
 }

@@ -64,6 +64,7 @@ class Corpus:
     extras: tuple[bytes, ...]
     plans: tuple[bytes, ...]
     report: bytes
+    captures: bytes
     profile: bytes
 
 
@@ -138,6 +139,7 @@ def make_corpus(directory: Path) -> Corpus:
         tuple((path / manifest.EXTRA).read_bytes() for path in checkpoints),
         tuple(plans.dumps(plan) for plan in (*made, good_plan())),
         (job / "report.json").read_bytes(),
+        (job / "captures.json").read_bytes(),
         profile.path.read_bytes(),
     )
 
@@ -148,7 +150,8 @@ def make_targets(corpus: Corpus) -> tuple[Target, ...]:
         _header_target(corpus),
         _extra_target(corpus),
         _plan_target(corpus),
-        _report_target(corpus),
+        _json_target("report", corpus.report),
+        _json_target("captures", corpus.captures),
         _profile_target(corpus),
         _folder_target(corpus),
     )
@@ -251,17 +254,16 @@ def _plan_target(corpus: Corpus) -> Target:
     return Target("plan", make, graft)
 
 
-# The report of a run
+# The report of a run, and the times of its last captures
 
 
-def _report_target(corpus: Corpus) -> Target:
-    texts = (corpus.report,)
-    trees = (mutation.parse(corpus.report),)
+def _json_target(name: str, text: bytes) -> Target:
+    texts, trees = (text,), (mutation.parse(text),)
 
     def graft(rng: random.Random, value: Any) -> bytes:
         return mutation.dump(mutation.graft_json(rng, trees[0], value))
 
-    return Target("report", lambda rng: _changed_json(rng, texts, trees), graft)
+    return Target(name, lambda rng: _changed_json(rng, texts, trees), graft)
 
 
 # The profile of a job, which is passed over where it cannot be read

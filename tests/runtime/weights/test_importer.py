@@ -480,7 +480,7 @@ def test_tensors_in_parts_as_several_ranks_write_them(tmp_path: Path) -> None:
 def test_a_source_that_shrinks_leaves_no_checkpoint(tmp_path: Path) -> None:
     write_safetensors({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "x.safetensors")
 
-    def shrink(name: str) -> None:
+    def shrink(name: str, done: float, total: float | None) -> None:
         if name == "b":
             os.truncate(tmp_path / "x.safetensors", 5000)
 
