@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from checkflow.api import Checkpointer
 from checkflow.core.errors import UnsupportedError
 from checkflow.integrations.missing import missing
+from checkflow.integrations.numbered import numbered
 from checkflow.runtime.arguments import read_signals
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.base import ResumableLoader
@@ -38,7 +39,7 @@ except ModuleNotFoundError as error:
 _OPTIONS = frozenset(inspect.signature(Checkpointer).parameters) - {"model", "optimizer", "loader"}
 
 
-class CheckflowCallback(Callback):
+class CheckflowCallback(Callback):  # type: ignore[misc]
     """Checkpoints of a ``fit`` by checkflow, and its resume: start the same script again.
 
     The training loader may be any that ``checkflow.resumable`` takes, torch's among them; it becomes resumable, and
@@ -80,10 +81,10 @@ class CheckflowCallback(Callback):
         progress = _Progress(trainer)
         _release_signals(trainer, read_signals(self._options.get("signals", ("SIGTERM", "SIGUSR1"))))
         state: dict[str, Stateful] = {"trainer": progress, "precision": trainer.precision_plugin}
-        state |= _numbered("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
+        state |= numbered("scheduler", [config.scheduler for config in trainer.lr_scheduler_configs])
         state |= self._options.get("state") or {}
         self.checkpointer = Checkpointer(
-            trainer.model, _numbered("optimizer", trainer.optimizers), _training_loader(trainer),
+            trainer.model, numbered("optimizer", trainer.optimizers), _training_loader(trainer),
             **{**self._options, "state": state},
         )  # fmt: skip
         self._open = True
@@ -176,10 +177,10 @@ class _Progress:
             epoch_loop.reset = lambda: vars(epoch_loop).pop("reset")  # once: the counters go on from where they are
         elif current.started < current.ready:
             loop._restart_stage = RestartStage.RESTARTED_ON_EPOCH_START
-        return within
+        return bool(within)
 
 
-class _Continued(_ResultCollection):
+class _Continued(_ResultCollection):  # type: ignore[misc]
     """What ``log`` has added up in this epoch before a resume, to which each value is added when it comes again."""
 
     def __init__(self, sums: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -234,7 +235,9 @@ def _refuse(trainer: Trainer) -> None:
         )
     for option in ("reload_dataloaders_every_n_epochs", "overfit_batches"):
         if getattr(trainer, option):
-            raise UnsupportedError(f"Trainer({option}=…) replaces the loader that CheckflowCallback saves: leave it out")
+            raise UnsupportedError(
+                f"Trainer({option}=…) replaces the loader that CheckflowCallback saves: leave it out"
+            )
     if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
         raise UnsupportedError(
             "training_step takes dataloader_iter, so nothing says which batches it has used: let it take batch"
@@ -266,10 +269,6 @@ class _ResumableSource:
 def _training_loader(trainer: Trainer) -> ResumableLoader:
     (loader,) = trainer.fit_loop._combined_loader.flattened
     return loader  # type: ignore[no-any-return]
-
-
-def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
-    return {name: objects[0]} if len(objects) == 1 else {f"{name}{number}": one for number, one in enumerate(objects)}
 
 
 def _release_signals(trainer: Trainer, numbers: Iterable[signal.Signals]) -> None:

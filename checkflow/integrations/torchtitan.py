@@ -1,7 +1,7 @@
 """torchtitan with checkflow: ``torchrun … -m checkflow.integrations.torchtitan`` in place of ``-m torchtitan.train``.
 
-Its ``[checkpoint]`` settings say where, how often and how many: folder, interval, keep_latest_k, load_step. A boundary is
-where torchtitan's trainer calls ``save``: after each step. Each rank saves the place of its own data.
+Its ``[checkpoint]`` settings count: enable, folder, interval, keep_latest_k, load_step. A boundary is where the trainer
+calls ``save``, after each step. Each rank saves the place in its own data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REFUSED = {
 }
 
 
-class CheckpointManager(titan.CheckpointManager):
+class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc]
     """In the place of torchtitan's class of this name, with its arguments and methods.
 
     Args:
@@ -107,8 +107,8 @@ class _Place:
         self._wrapped = isinstance(dataloader, ParallelAwareDataloader)
 
     @property
-    def _share(self) -> list[int] | None:
-        return [self._loader.dp_rank, self._loader.dp_world_size] if self._wrapped else None
+    def _share(self) -> str:
+        return f"rank {self._loader.dp_rank} of {self._loader.dp_world_size}" if self._wrapped else ""
 
     def state_dict(self) -> dict[str, Any]:
         loader = self._loader
@@ -118,8 +118,8 @@ class _Place:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["share"] != self._share:
             raise MismatchError(
-                f"the checkpoint's data is dealt to data-parallel rank {state['share'][0]} of {state['share'][1]}, "
-                f"this rank is {self._share[0]} of {self._share[1]}: torchtitan's loaders go on with as many only"
+                f"the checkpoint's place in the data is that of data-parallel {state['share']}, and this is "
+                f"{self._share}: torchtitan's loaders go on with as many ranks as before"
             )
         if self._wrapped:
             StatefulDataLoader.load_state_dict(self._loader, state["state"])
@@ -127,9 +127,7 @@ class _Place:
             self._loader.load_state_dict(state["state"])
 
 
-def _refuse(
-    config: Checkpoint, model_parts: list[nn.Module], optimizers: OptimizersContainer, ft_manager: Any
-) -> None:
+def _refuse(config: Checkpoint, model_parts: list[nn.Module], optimizers: OptimizersContainer, ft_manager: Any) -> None:
     for setting, instead in _REFUSED.items():
         if getattr(config, setting):
             raise UnsupportedError(f"checkpoint.{setting} is not for checkflow: {instead}")

@@ -54,7 +54,7 @@ def attach(trainer: Trainer, directory: str | os.PathLike[str], **options: Any) 
     trainer.callback_handler.callbacks.insert(0, attached)
 
 
-class _Attached(TrainerCallback):
+class _Attached(TrainerCallback):  # type: ignore[misc]
     """What checkflow does around a Trainer's own methods, and in its callbacks."""
 
     def __init__(self, trainer: Trainer, options: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ class _Attached(TrainerCallback):
         return result
 
     def get_train_dataloader(self, inner: Callable[[], Any]) -> Any:
-        """The loader as the user or Trainer makes it, before Accelerate takes it apart: checkflow deals to the ranks."""
+        """The loader as Trainer makes it, before Accelerate takes it apart: checkflow deals to the ranks."""
         accelerator = self._trainer.accelerator
         accelerator.prepare = lambda loader: loader
         try:
@@ -174,7 +174,9 @@ class _Progress:
             "state": {name: state[name] for name in _PROGRESS},
             "losses": {name: getattr(self._trainer, name) for name in _LOSSES},
             "flos": self._trainer.current_flos,
-            "callbacks": {name: [one.state()["attributes"] for one in ones] for name, ones in self._callbacks().items()},
+            "callbacks": {
+                name: [one.state()["attributes"] for one in all_] for name, all_ in self._callbacks().items()
+            },
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
