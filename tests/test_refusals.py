@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import tests.support.titan_on_cpu  # noqa: F401 - before torchtitan
 from checkflow.api import Checkpointer
 from checkflow.core.errors import CheckflowError, ModelError, TraceError, UnsupportedError
 from checkflow.core.machine.device import find_device
@@ -60,7 +61,11 @@ from tests.support.store_tools import record, small_layout
 ROOT = Path(__file__).parent.parent
 KINDS = ("UnsupportedError", "TraceError", "ModelError")
 # What no training job meets is listed on the page of what refuses it, and provoked in that one's tests.
-OWN_PAGES = {"shards.md": "runtime/shards/*.py", "dcp.md": "checkflow/integrations/dcp.py"}
+OWN_PAGES = {
+    "shards.md": "runtime/shards/*.py",
+    "dcp.md": "checkflow/integrations/dcp.py",
+    "integrations.md": "checkflow/integrations/[alt]*.py",
+}
 Directory = Path
 Run = Callable[[Path], Any]
 

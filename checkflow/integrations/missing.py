@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+_PACKAGES = frozenset(("lightning", "transformers", "accelerate", "torchtitan", "torchdata"))
+
 
 def missing(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """What an integration raises where a module that it needs is not installed."""
+    """What an integration raises where a module is not installed: the error itself, if the library's own lacks it."""
+    if error.name not in _PACKAGES:
+        return error
     return ModuleNotFoundError(
         f"checkflow.integrations.{extra} needs {error.name}: pip install 'checkflow[{extra}]'", name=error.name
     )

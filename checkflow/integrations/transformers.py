@@ -35,7 +35,7 @@ _PROGRESS = (
 _LOSSES = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
 
 
-def attach(trainer: Trainer, directory: str | os.PathLike[str], **options: Any) -> None:
+def attach(trainer: Trainer, directory: str | os.PathLike[str], **options: Any) -> Attached:
     """Have each ``trainer.train()`` checkpointed by checkflow, and go on where the last run stopped.
 
     Args:
@@ -43,23 +43,27 @@ def attach(trainer: Trainer, directory: str | os.PathLike[str], **options: Any) 
         directory: where checkpoints go, on storage that all processes see.
         options: of :class:`checkflow.Checkpointer`, such as ``every``; ``state`` for further objects to save.
 
+    Returns:
+        The callback that it added, whose ``checkpointer`` is that of the training that goes on.
+
     Raises:
         UnsupportedError: what cannot resume exactly; the message says what to change.
     """
     _refuse(trainer)
-    attached = _Attached(trainer, {**options, "directory": directory})
+    attached = Attached(trainer, {**options, "directory": directory})
     for name in ("train", "get_train_dataloader", "_run_epoch"):
         setattr(trainer, name, attached.around(name))
     trainer._load_rng_state = lambda checkpoint: None  # the Checkpointer puts them back
     trainer.callback_handler.callbacks.insert(0, attached)
+    return attached
 
 
-class _Attached(TrainerCallback):  # type: ignore[misc]
+class Attached(TrainerCallback):  # type: ignore[misc]
     """What checkflow does around a Trainer's own methods, and in its callbacks."""
 
     def __init__(self, trainer: Trainer, options: Mapping[str, Any]) -> None:
         self._trainer, self._options = trainer, options
-        self._checkpointer: Checkpointer | None = None
+        self.checkpointer: Checkpointer | None = None
         self._loader: ResumableLoader | None = None
         self._resumed_step = 0
         self._marked = self._batches = 0  # the last step that was marked, and batches of the one that goes on
@@ -83,8 +87,8 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         try:
             result = inner(None, *rest, **keywords)
         except BaseException as error:
-            if self._checkpointer is not None:
-                self._checkpointer.__exit__(type(error), error, error.__traceback__)
+            if self.checkpointer is not None:
+                self.checkpointer.__exit__(type(error), error, error.__traceback__)
             raise
         finally:
             self._loader = None
@@ -132,9 +136,9 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
         options = {**self._options, "state": objects | dict(self._options.get("state") or {})}
-        self._checkpointer = Checkpointer(trainer.model_wrapped, trainer.optimizer, self._loader, **options)
-        self._checkpointer.step(0)
-        self._resumed_step = trainer.state.global_step if self._checkpointer.resumed_from else 0
+        self.checkpointer = Checkpointer(trainer.model_wrapped, trainer.optimizer, self._loader, **options)
+        self.checkpointer.step(0)
+        self._resumed_step = trainer.state.global_step if self.checkpointer.resumed_from else 0
         self._marked = trainer.state.global_step
         return trainer.control
 
@@ -143,15 +147,15 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         self._batches = self._trainer.current_gradient_accumulation_steps
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        assert self._checkpointer is not None
-        self._checkpointer.__exit__(None, None, None)
+        assert self.checkpointer is not None
+        self.checkpointer.__exit__(None, None, None)
 
     def _mark(self) -> None:
         """The step that goes on is over, if it was taken."""
-        assert self._checkpointer is not None
+        assert self.checkpointer is not None
         if self._trainer.state.global_step != self._marked:
             self._marked = self._trainer.state.global_step
-            self._checkpointer.step(self._batches)
+            self.checkpointer.step(self._batches)
 
 
 class _Progress:

@@ -1,4 +1,4 @@
-"""Other training frameworks with checkflow: killed at random places and started again, they end bit for bit the same."""
+"""Other training frameworks with checkflow: killed anywhere and started again, jobs end bit for bit the same."""
 
 from __future__ import annotations
 

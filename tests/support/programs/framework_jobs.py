@@ -1,6 +1,6 @@
 """Small jobs of other training frameworks, with checkflow, that kill themselves: ``framework_jobs NAME FOLDER KILLS``.
 
-The frameworks are imported once, and each life of a job is a fork. A life is killed at a random place: where a sample is
+A framework is imported once, and each life of a job is a fork. A life is killed at a random place: where a sample is
 fetched, in a forward pass, in validation, after an optimizer's step. ``<folder>/whole`` has the uninterrupted job.
 """
 
@@ -130,14 +130,17 @@ def lightning(life: Life, seed: int, *, manual: bool = False) -> None:
     callback = CheckflowCallback(directory=life.folder, every=1)
     trainer = pl.Trainer(
         max_epochs=EPOCHS, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[EarlyStopping("val_loss", patience=99), callback],
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[EarlyStopping("val_loss", patience=99), callback],
         accumulate_grad_batches=1 if manual else 2, val_check_interval=2,
     )  # fmt: skip
     life.iteration = lambda: callback.checkpointer.iteration  # type: ignore[union-attr]
     register_optimizer_step_post_hook(
         lambda optimizer, *_: life.stepped() if optimizer is trainer.optimizers[0] else None
     )
-    trainer.fit(module, DataLoader(Samples(life), BATCH, shuffle=True), DataLoader(Samples(Life(life.folder, None), 6), 3))
+    trainer.fit(
+        module, DataLoader(Samples(life), BATCH, shuffle=True), DataLoader(Samples(Life(life.folder, None), 6), 3)
+    )
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     life.end(module, trainer.optimizers, metrics=metrics, step=trainer.global_step, epoch=trainer.current_epoch)
 
@@ -238,7 +241,7 @@ def main(name: str, folder: Path, kills: int) -> None:
         ends.append(live(name, folder / "cut", 0 if len(ends) == 1 else len(ends), (place, count, number)))
     ends.append(live(name, folder / "cut", 98, ("step", 2, signal.SIGTERM)))
     ends.append(live(name, folder / "cut", 99, None))
-    print(json.dumps(ends))
+    sys.stdout.write(json.dumps(ends) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A job of torchtitan's own Trainer, of a small Llama on random tokens: ``titan_job FOLDER SEED CUT SIGNAL STEPS``.
 
-torchtitan expects a GPU. On a CPU it lacks triton, for the kernels of another model, and a device that reports its memory:
-both are replaced here, and nothing else.
+torchtitan expects a GPU. Here a device that reports its memory is replaced, and what gloo cannot do, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import types
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
-torch._utils._get_available_device_type = lambda: "cpu"
-sys.modules["torchtitan.models.moe.kernels"] = MagicMock()
+import tests.support.titan_on_cpu  # noqa: F401
 
+# isort: split
 from torchtitan import train
 from torchtitan.components import metrics
 from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -80,6 +79,15 @@ def _loader(dp_world_size: int, dp_rank: int, job_config: Any, **_: Any) -> Para
     )
 
 
+def _parallelize(model: torch.nn.Module, *arguments: Any) -> torch.nn.Module:
+    """As torchtitan's; gloo has no collective that sums and scales at once, which this asks for on a GPU."""
+    model = llama3.parallelize_llama(model, *arguments)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
 def run(folder: str, seed: int, cut: int, number: int, steps: int) -> None:
     """One life of the job; leaves the final state at ``<folder>.final<rank>``."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
@@ -87,15 +95,16 @@ def run(folder: str, seed: int, cut: int, number: int, steps: int) -> None:
     os.environ.setdefault("MASTER_PORT", str(29500 + os.getpid() % 2000))
     ranks = int(os.environ["WORLD_SIZE"])
     memory = types.SimpleNamespace(
-        device_name="cpu", get_peak_stats=lambda: metrics.DeviceMemStats(0, 0, 0, 0, 0, 0), reset_peak_stats=lambda: None
+        device_name="cpu",
+        get_peak_stats=lambda: metrics.DeviceMemStats(0, 0, 0, 0, 0, 0),
+        reset_peak_stats=lambda: None,
     )
     metrics.build_device_memory_monitor = lambda: memory
     torch.cpu.set_device, torch.cpu.current_device = lambda device: None, lambda: 0
     spec = llama3.get_train_spec()
     small = llama3.TransformerModelArgs(dim=32, n_layers=2, n_heads=2, vocab_size=VOCABULARY, max_seq_len=LENGTH)
-    register_train_spec(
-        "small", replace(spec, model_args={"small": small}, build_tokenizer_fn=None, build_dataloader_fn=_loader)
-    )
+    own = {"build_tokenizer_fn": None, "build_dataloader_fn": _loader, "parallelize_fn": _parallelize}
+    register_train_spec("small", replace(spec, model_args={"small": small}, **own))
     config = JobConfig()
     config.model.name, config.model.flavor = "small", "small"
     config.training.steps, config.training.seq_len, config.training.local_batch_size = steps, LENGTH, 2
