@@ -75,6 +75,13 @@ class CheckflowCallback(Callback):  # type: ignore[misc]
         if not isinstance(source.dataloader, _ResumableSource):
             source.dataloader = _ResumableSource(source.dataloader)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.ckpt_path:
+            raise UnsupportedError(
+                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) and CheckflowCallback would both restore the job: leave "
+                "ckpt_path out; to begin from such a file, load its weights into the model before fit"
+            )
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run:
             return
@@ -227,11 +234,6 @@ def _refuse(trainer: Trainer) -> None:
         raise UnsupportedError(
             f"checkflow does not save what {type(strategy).__name__} holds: use one device, DDPStrategy, or "
             "ModelParallelStrategy with fully_shard"
-        )
-    if trainer.ckpt_path:
-        raise UnsupportedError(
-            f"fit(ckpt_path={str(trainer.ckpt_path)!r}) and CheckflowCallback would both restore the job: leave "
-            "ckpt_path out; to begin from such a file, load its weights into the model before fit"
         )
     for option in ("reload_dataloaders_every_n_epochs", "overfit_batches"):
         if getattr(trainer, option):

@@ -7,8 +7,9 @@ _PACKAGES = frozenset(("lightning", "transformers", "accelerate", "torchtitan", 
 
 def missing(extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     """What an integration raises where a module is not installed: the error itself, if the library's own lacks it."""
-    if error.name not in _PACKAGES:
+    package = (error.name or "").partition(".")[0]
+    if package not in _PACKAGES:
         return error
     return ModuleNotFoundError(
-        f"checkflow.integrations.{extra} needs {error.name}: pip install 'checkflow[{extra}]'", name=error.name
+        f"checkflow.integrations.{extra} needs {package}: pip install 'checkflow[{extra}]'", name=package
     )

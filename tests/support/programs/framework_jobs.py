@@ -238,7 +238,8 @@ def main(name: str, folder: Path, kills: int) -> None:
     while len(ends) < last:
         place = draw.choice(PLACES[:2] + PLACES[3:] if name == "accelerate" else PLACES)
         count = draw.randint(1, 5) * (4 if place == "fetch" else 1)
-        ends.append(live(name, folder / "cut", 0 if len(ends) == 1 else len(ends), (place, count, number)))
+        begun = any((folder / "cut").glob("step-*"))  # otherwise the next life is a new job, of its own seed
+        ends.append(live(name, folder / "cut", len(ends) if begun else 0, (place, count, number)))
     ends.append(live(name, folder / "cut", 98, ("step", 2, signal.SIGTERM)))
     ends.append(live(name, folder / "cut", 99, None))
     sys.stdout.write(json.dumps(ends) + "\n")
