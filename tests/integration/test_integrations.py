@@ -177,6 +177,7 @@ def trainer_variables(directory: Path, seed: int) -> dict[str, Any]:
 
     arguments = transformers.TrainingArguments(
         output_dir=str(directory), num_train_epochs=EPOCHS, gradient_accumulation_steps=2, save_strategy="no",
+        per_device_train_batch_size=BATCH,
         eval_strategy="steps", eval_steps=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
         remove_unused_columns=False, label_names=["y"], seed=seed, data_seed=3,
     )  # fmt: skip
