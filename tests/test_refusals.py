@@ -60,7 +60,11 @@ from tests.support.store_tools import record, small_layout
 ROOT = Path(__file__).parent.parent
 KINDS = ("UnsupportedError", "TraceError", "ModelError")
 # What no training job meets is listed on the page of what refuses it, and provoked in that one's tests.
-OWN_PAGES = {"shards.md": "runtime/shards/*.py", "dcp.md": "checkflow/integrations/dcp.py"}
+OWN_PAGES = {
+    "shards.md": "runtime/shards/*.py",
+    "dcp.md": "checkflow/integrations/dcp.py",
+    "integrations.md": "checkflow/integrations/[alt]*.py",
+}
 Directory = Path
 Run = Callable[[Path], Any]
 

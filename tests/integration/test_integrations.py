@@ -114,8 +114,6 @@ class Run:
         """What the page says is given."""
         variables: dict[str, Any] = {
             "checkflow": checkflow,
-            "dataclasses": dataclasses,
-            "os": os,
             "model": self.model,
             "optimizer": self.optimizer,
             "scheduler": self.scheduler,
@@ -131,10 +129,20 @@ class Run:
             from accelerate import Accelerator
             from accelerate.utils import send_to_device
 
-            variables |= {"Accelerator": Accelerator, "send_to_device": send_to_device}
+            from checkflow.integrations.accelerate import checkpointer_of
+
+            variables |= {
+                "Accelerator": Accelerator,
+                "send_to_device": send_to_device,
+                "checkpointer_of": checkpointer_of,
+            }
         if self.name == "trainer":
             variables |= trainer_variables(self.directory, seed)
         return variables
+
+    @property
+    def checkpointer(self) -> Any:
+        return self.variables["attached"].checkpointer if self.name == "trainer" else self.variables["checkpointer"]
 
     def get_batch(self) -> dict[str, Any]:
         chosen = torch.randint(SAMPLES, (BATCH,))
@@ -153,7 +161,7 @@ class Run:
 
     def stepped(self, *_: Any) -> None:
         with open(self.directory.parent / f"{self.directory.name}.used", "a") as file:
-            file.write(f"{self.variables['checkpointer'].iteration} {' '.join(map(str, self.samples))}\n")
+            file.write(f"{self.checkpointer.iteration} {' '.join(map(str, self.samples))}\n")
         self.samples = []
         self.cut.at("step")
 
@@ -165,15 +173,16 @@ class Run:
 def trainer_variables(directory: Path, seed: int) -> dict[str, Any]:
     import transformers
 
+    from checkflow.integrations.transformers import attach
+
     arguments = transformers.TrainingArguments(
         output_dir=str(directory), num_train_epochs=EPOCHS, gradient_accumulation_steps=2, save_strategy="no",
+        per_device_train_batch_size=BATCH,
         eval_strategy="steps", eval_steps=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
         remove_unused_columns=False, label_names=["y"], seed=seed, data_seed=3,
     )  # fmt: skip
-    names = ("TrainerCallback", "TrainerState")
     held_out = Samples(Cut(None), size=6)
-    given = {"transformers": transformers, "arguments": arguments, "held_out": held_out}
-    return given | {name: getattr(transformers, name) for name in names}
+    return {"transformers": transformers, "arguments": arguments, "held_out": held_out, "attach": attach}
 
 
 def used(directory: Path) -> list[list[int]]:
@@ -239,7 +248,7 @@ def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 def test_the_page_has_these_programs() -> None:
-    assert list(PROGRAMS) == ["accelerate", "accelerate's loader", "trainer", "fetch ahead", *LOADERLESS]
+    assert list(PROGRAMS) == ["trainer", "accelerate", "accelerate's loader", "fetch ahead", *LOADERLESS]
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in LOADERLESS])
@@ -277,7 +286,7 @@ def test_cut_and_started_again_it_ends_the_same(
         start(name, directory, seed, place)
     run = start(name, directory, 99)
     assert run is not None
-    assert run.variables["checkpointer"].resumed_from
+    assert run.checkpointer.resumed_from
     assert used(directory) == rows
     assert_equal(run.variables["final"], state)
 
@@ -290,7 +299,7 @@ def test_killed_and_started_again_it_ends_the_same(name: str, tmp_path: Path, un
     assert jobs.in_a_process(start_and_kill, name, directory, 1, ("step", 2)) == -signal.SIGKILL
     run = start(name, directory, 99)
     assert run is not None
-    assert run.variables["checkpointer"].resumed_from
+    assert run.checkpointer.resumed_from
     assert used(directory) == uninterrupted[name][1]
     assert_equal(run.variables["final"], uninterrupted[name][0])
 
@@ -305,7 +314,7 @@ def test_asked_to_end_it_ends_at_the_next_boundary(name: str, tmp_path: Path, un
     assert run.cut.seen["step"] == 4
     again = start(name, directory, 99)
     assert again is not None
-    assert again.variables["checkpointer"].resumed_from == 4
+    assert again.checkpointer.resumed_from == 4
     assert used(directory) == uninterrupted[name][1]
     assert_equal(again.variables["final"], uninterrupted[name][0])
 
@@ -393,7 +402,7 @@ def planned() -> checkflow.Plan:
     return plan_by_trace(step, chunk_bytes=256)
 
 
-@pytest.mark.parametrize("name", ["accelerate", "accelerate's loader", "trainer", "get_batch", "get_batch, step"])
+@pytest.mark.parametrize("name", ["accelerate", "accelerate's loader", "get_batch", "get_batch, step"])
 def test_by_a_plan_every_checkpoint_is_true(name: str, tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     """Anchors are reached inside of wrapped optimizers and prepared models, too; audits look at every checkpoint."""
     needed(name)
@@ -425,17 +434,8 @@ def test_accelerate_in_mixed_precision(tmp_path: Path) -> None:
         Run("accelerate", tmp_path / "cut", 0, Cut(("forward", 8))).go(program)
     again = Run("accelerate", tmp_path / "cut", 99, Cut(None))
     assert_equal(again.go(program), final)
-    assert again.variables["checkpointer"].resumed_from
+    assert again.checkpointer.resumed_from
     assert used(again.directory) == used(whole.directory)
-
-
-def test_trainer_that_does_not_skip_is_told(tmp_path: Path) -> None:
-    needed("trainer")
-    start("trainer", tmp_path / "cut", 0, ("forward", 4))
-    run = Run("trainer", tmp_path / "cut", 0, Cut(None))
-    run.variables["arguments"].ignore_data_skip = True
-    with pytest.raises(UnsupportedError, match="batch 0 of epoch 0 was used before"):
-        run.go()
 
 
 def test_batches_from_elsewhere_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

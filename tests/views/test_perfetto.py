@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 
 from checkflow.api import Checkpointer
-from checkflow.cli.main import FAILED, FOUND, USAGE, main
+from checkflow.cli.main import FAILED, FOUND, main
 from checkflow.core import capture_times
 from checkflow.core import plan as plans
 from checkflow.core.capture_times import CopyTimes, merge_copies
@@ -222,8 +222,8 @@ def test_without_its_plan_a_run_is_traced_alone(
 def test_what_cannot_be_traced_is_said_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], planned: Plan
 ) -> None:
-    assert main(["report", str(tmp_path)]) == USAGE
-    assert "there is no report.json in" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == FAILED
+    assert "report.json: No such file or directory" in capsys.readouterr().err
     train(make_step(), tmp_path / "checkpoints", planned)
     assert main(["report", str(tmp_path / "checkpoints"), "--perfetto", str(tmp_path / "no" / "t.json")]) == FAILED
     assert "cannot write" in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""transformers' Trainer with checkflow: ``attach(trainer, directory="checkpoints")`` before ``trainer.train()``.
+
+A boundary is where the next iteration begins, or an epoch's evaluation has ended: logging and evaluation belong to the
+iteration before it. Trainer skips the batches that were used, as it does for its own checkpoints, and loads nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from checkflow.api import Checkpointer
+from checkflow.core.errors import UnsupportedError
+from checkflow.integrations.missing import missing
+from checkflow.runtime.data.adapters.resumable import resumable
+from checkflow.runtime.data.base import ResumableLoader
+from checkflow.runtime.state.collect import Stateful
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+except ModuleNotFoundError as error:
+    raise missing("transformers", error) from None
+
+# Of TrainerState: what training has come to. The rest follows from this run's arguments.
+_PROGRESS = (
+    "epoch", "global_step", "log_history", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step",
+    "best_model_checkpoint",
+)  # fmt: skip
+# Of Trainer: of the losses since they were last logged, and where that was.
+_LOSSES = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
+
+
+def attach(trainer: Trainer, directory: str | os.PathLike[str], **options: Any) -> Attached:
+    """Have each ``trainer.train()`` checkpointed by checkflow, and go on where the last run stopped.
+
+    Args:
+        trainer: of any subclass, with its own loader, optimizer and scheduler, or with yours.
+        directory: where checkpoints go, on storage that all processes see.
+        options: of :class:`checkflow.Checkpointer`, such as ``every``; ``state`` for further objects to save.
+
+    Returns:
+        The callback that it added, whose ``checkpointer`` is that of the training that goes on.
+
+    Raises:
+        UnsupportedError: what cannot resume exactly; the message says what to change.
+    """
+    _refuse(trainer)
+    attached = Attached(trainer, {**options, "directory": directory})
+    for name in ("train", "get_train_dataloader", "_run_epoch"):
+        setattr(trainer, name, attached.around(name))
+    trainer._load_rng_state = lambda checkpoint: None  # the Checkpointer puts them back
+    trainer.callback_handler.callbacks.insert(0, attached)
+    return attached
+
+
+class Attached(TrainerCallback):  # type: ignore[misc]
+    """What checkflow does around a Trainer's own methods, and in its callbacks."""
+
+    def __init__(self, trainer: Trainer, options: Mapping[str, Any]) -> None:
+        self._trainer, self._options = trainer, options
+        self.checkpointer: Checkpointer | None = None
+        self._loader: ResumableLoader | None = None
+        self._resumed_step = 0
+        self._marked = self._batches = 0  # the last step that was marked, and batches of the one that goes on
+
+    def around(self, name: str) -> Callable[..., Any]:
+        inner, outer = getattr(self._trainer, name), getattr(self, name)
+
+        def method(*arguments: Any, **keywords: Any) -> Any:
+            return outer(inner, *arguments, **keywords)
+
+        return method
+
+    # Around Trainer's methods
+
+    def train(self, inner: Callable[..., Any], resume_from_checkpoint: Any = None, *rest: Any, **keywords: Any) -> Any:
+        if resume_from_checkpoint:
+            raise UnsupportedError(
+                "train(resume_from_checkpoint=…) and checkflow would both restore the job: leave it out; checkflow "
+                "goes on from its own directory"
+            )
+        try:
+            result = inner(None, *rest, **keywords)
+        except BaseException as error:
+            if self.checkpointer is not None:
+                self.checkpointer.__exit__(type(error), error, error.__traceback__)
+            raise
+        finally:
+            self._loader = None
+        return result
+
+    def get_train_dataloader(self, inner: Callable[[], Any]) -> Any:
+        """The loader as Trainer makes it, before Accelerate takes it apart: checkflow deals to the ranks."""
+        accelerator = self._trainer.accelerator
+        accelerator.prepare = lambda loader: loader
+        try:
+            loader = inner()
+        finally:
+            del accelerator.prepare
+        if isinstance(getattr(loader, "dataset", None), IterableDataset) and accelerator.num_processes > 1:
+            raise UnsupportedError(
+                "iterable-style data is not dealt to several processes: make it map-style (with __len__ and "
+                "__getitem__), or train in one process"
+            )
+        self._loader = resumable(loader)
+        return self._loader.as_torch()
+
+    def _run_epoch(self, inner: Callable[..., Any], **keywords: Any) -> None:
+        trainer = self._trainer
+        if trainer.control.should_training_stop:
+            return
+        if self._resumed_step:
+            epoch, steps = divmod(self._resumed_step, keywords["num_update_steps_per_epoch"])
+            if keywords["epoch"] < epoch:
+                return
+            batches = steps * trainer.args.gradient_accumulation_steps
+            keywords |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": batches}
+            keywords["resume_from_checkpoint"] = self._options["directory"]
+        inner(**keywords)
+        self._mark()
+
+    # Callbacks, before all others
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        trainer = self._trainer
+        objects: dict[str, Stateful] = {"trainer": _Progress(trainer)}
+        if trainer.lr_scheduler is not None:
+            objects["scheduler"] = trainer.lr_scheduler
+        if trainer.accelerator.scaler is not None:
+            objects["scaler"] = trainer.accelerator.scaler
+        options = {**self._options, "state": objects | dict(self._options.get("state") or {})}
+        self.checkpointer = Checkpointer(trainer.model_wrapped, trainer.optimizer, self._loader, **options)
+        self.checkpointer.step(0)
+        self._resumed_step = trainer.state.global_step if self.checkpointer.resumed_from else 0
+        self._marked = trainer.state.global_step
+        return trainer.control
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._mark()
+        self._batches = self._trainer.current_gradient_accumulation_steps
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        assert self.checkpointer is not None
+        self.checkpointer.__exit__(None, None, None)
+
+    def _mark(self) -> None:
+        """The step that goes on is over, if it was taken."""
+        assert self.checkpointer is not None
+        if self._trainer.state.global_step != self._marked:
+            self._marked = self._trainer.state.global_step
+            self.checkpointer.step(self._batches)
+
+
+class _Progress:
+    """How far a Trainer and its callbacks are."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def _callbacks(self) -> dict[str, list[Any]]:
+        """By class, those that have a state."""
+        found: dict[str, list[Any]] = {}
+        for one in (*self._trainer.callback_handler.callbacks, self._trainer.control):
+            if isinstance(one, ExportableState):
+                found.setdefault(type(one).__name__, []).append(one)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        state = dataclasses.asdict(self._trainer.state)
+        return {
+            "state": {name: state[name] for name in _PROGRESS},
+            "losses": {name: getattr(self._trainer, name) for name in _LOSSES},
+            "flos": self._trainer.current_flos,
+            "callbacks": {
+                name: [one.state()["attributes"] for one in all_] for name, all_ in self._callbacks().items()
+            },
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        for name in _PROGRESS:
+            setattr(trainer.state, name, saved["state"][name])
+        for name, value in saved["losses"].items():
+            setattr(trainer, name, value.to(trainer.args.device) if name == "_tr_loss" else value)
+        trainer.current_flos = saved["flos"]
+        for name, ones in self._callbacks().items():
+            for one, attributes in zip(ones, saved["callbacks"].get(name, ()), strict=False):
+                vars(one).update(attributes)
+
+
+def _refuse(trainer: Trainer) -> None:
+    arguments = trainer.args
+    if arguments.auto_find_batch_size:
+        raise UnsupportedError("auto_find_batch_size changes what a saved place means: leave it out")
+    if arguments.ignore_data_skip:
+        raise UnsupportedError("ignore_data_skip=True would use samples again after a resume: leave it out")
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedError("checkflow does not save what DeepSpeed's engine holds: use DDP or fully_shard (FSDP 2)")
+    if arguments.parallel_mode.value == "not_distributed":
+        raise UnsupportedError("several GPUs in one process (DataParallel): start one process a GPU with torchrun")
