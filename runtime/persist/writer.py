@@ -22,6 +22,8 @@ from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.snapshot.unwritten import WrittenError
 
 logger = logging.getLogger("checkflow")
+
+_LOOK_SECONDS = 1.0  # at a thread that may have ended
 Commit = Callable[[Capture], Path]
 _LOG_AGAIN_SECONDS = 60.0  # between log lines about the same failure
 
@@ -160,13 +162,19 @@ class Writer:
             self._changed.notify_all()
 
     def wait_until_at_most(self, outstanding: int) -> float:
-        """Wait until at most so many captures are outstanding (0: held-back ones, too); returns the seconds waited."""
+        """Wait until at most so many captures are outstanding (0: held-back ones, too); returns the seconds waited.
+
+        Raises:
+            CheckflowError: the writer's thread has ended, so nothing will be written any more.
+        """
         begun = time.perf_counter()
         if not outstanding:
             self.urge()
         with self._mutex:
             while len(self._waiting) + self._busy > outstanding:
-                self._changed.wait()
+                if not self._thread.is_alive():
+                    raise CheckflowError("the thread that writes checkpoints has ended by an error: nothing is saved")
+                self._changed.wait(_LOOK_SECONDS)
         return time.perf_counter() - begun
 
     def settle(self) -> None:

@@ -288,7 +288,9 @@ def test_what_storage_did_not_take_is_written_at_the_end(tmp_path: Path, world: 
 
 def waiting_capture(step: int) -> Any:
     layout = types.SimpleNamespace(buffer_bytes=0, files=())
-    return types.SimpleNamespace(step=step, settled={}, digests=None, layout=layout, begun=0.0, by_plan=False)
+    return types.SimpleNamespace(
+        step=step, settled={}, digests=None, layout=layout, begun=0.0, by_plan=False, written_at=0.0, published_at=0.0
+    )
 
 
 class GatedStorage:
@@ -431,7 +433,7 @@ def test_of_several_ranks_storage_takes_all_that_was_agreed(tmp_path: Path, worl
     plans_told: list[int] = []
     council: Any = types.SimpleNamespace(
         rank=0, world_size=2, view=View(), overview=Overview(lead=2, plan_interval=3), note_plan=plans_told.append,
-        schedule=lambda schedule: agreed.update(schedule.steps),
+        schedule=agreed.update,
     )  # fmt: skip
     job = Job()
     with open_job(job, tmp_path) as checkpointer:
