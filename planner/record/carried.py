@@ -6,7 +6,6 @@ docs/explanation/tracing.md ("the record") says what counts as carried.
 from __future__ import annotations
 
 import functools
-import gc
 import random
 import sys
 import weakref
@@ -24,6 +23,7 @@ from checkflow.core.planner_api import Carried
 from checkflow.core.state import dtype_name, module_names
 from checkflow.planner.iteration.read_numbers import user_place
 from checkflow.planner.operators import operators as op
+from checkflow.planner.record.live_objects import find_objects
 
 _OWN: Final = (
     "hold it in kept = checkflow.Variables(hidden=…), use kept.hidden in its place, and pass "
@@ -56,7 +56,7 @@ class CarriedWatch:
                 self._storages[address] = weakref.ref(storage, functools.partial(self._drop, address))
         self._advice: dict[int, str] = {}
         # Python's collector does not track torch.Generator: only named ones are seen.
-        generators = {id(one): one for one in gc.get_objects() if is_generator(one)}
+        generators = {id(one): one for one in find_objects(is_generator)}
         for held, advice in _held_by_name(models):
             for leaf in pytree.tree_leaves(held) if type(held) in (list, tuple, dict) else (held,):
                 if is_generator(leaf):

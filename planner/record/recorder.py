@@ -7,7 +7,6 @@ and kept gradients must exist at the begin, so a job's second iteration is the f
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +37,7 @@ from checkflow.planner.record.allocator import Transients, allocated
 from checkflow.planner.record.carried import CarriedWatch
 from checkflow.planner.record.compiled_regions import LiveRegions, Spans
 from checkflow.planner.record.cuda_events import OperatorEvents
+from checkflow.planner.record.live_objects import find_objects
 
 # Calls that reach a dispatch mode but are not the model's operators.
 _NO_OPERATORS = frozenset(("prim", "profiler", "debugprims"))
@@ -121,7 +121,7 @@ def held_tensors(device: torch.device) -> list[torch.Tensor]:
     """Return every tensor on this device that a Python object refers to: a loop's logits, averages, caches."""
     kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
     # type(): isinstance would wake lazy objects of other libraries.
-    found = [value for value in gc.get_objects() if type(value) in kinds and value.device == device]
+    found = find_objects(lambda value: type(value) in kinds and value.device == device)
     return [tensor for tensor in found if tensor.layout is torch.strided]
 
 

@@ -195,8 +195,15 @@ def test_what_a_refuted_plan_had_under_way_is_void() -> None:
     ]
     for step, plan, digests, by_plan in rows:
         capture: Any = types.SimpleNamespace(
-            step=step, plan_digest=plan, digests=digests, by_plan=by_plan, settled={}, layout=layout, begun=0.0,
-            written_at=0.0, published_at=0.0,
+            step=step,
+            plan_digest=plan,
+            digests=digests,
+            by_plan=by_plan,
+            settled={},
+            layout=layout,
+            begun=0.0,
+            written_at=0.0,
+            published_at=0.0,
         )
         writer.submit(capture)
     writer.close()

@@ -164,7 +164,7 @@ def check_left(variant: Variant, directory: Path) -> list[str]:
     """L5: what lies in a directory when its job has come to its end."""
     steps = {path.name: parse_step(path.name) for path in find(directory)}
     wrong = []
-    known = {".lock", "plans", "report.json", "profile.json"}
+    known = {".lock", "plans", "report.json", "captures.json", "profile.json"}
     if odd := sorted({path.name for path in directory.iterdir()} - steps.keys() - known):
         wrong.append(f"L5 left over in the directory: {', '.join(odd)}")
     if odd := sorted(path.name for path in directory.glob("plans/.*")):
