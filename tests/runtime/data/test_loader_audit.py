@@ -8,10 +8,10 @@ which persist or not. What is compared: the batches' bytes, and what the loop dr
 from __future__ import annotations
 
 import gc
-import sys
 import itertools
 import json
 import random
+import sys
 import time
 import traceback
 import weakref
