@@ -298,6 +298,14 @@ def test_hostile_files_are_refused_in_one_line(name: str, written: bytes) -> Non
     assert len(message) < 300
 
 
+def test_an_iteration_that_ctrl_c_left_out_of_a_histogram_is_no_contradiction(written: bytes) -> None:
+    (run,) = run_report.loads(written, "report.json")
+    held = [one.persist_wait for one in run.held_iterations]
+    index = held.index(max(held))
+    (read,) = run_report.loads(change(f"held_iterations.{index}.persist_wait", held[index] - 1)(written), "report.json")
+    assert sum(one.persist_wait for one in read.held_iterations) == read.phases.iterations - 1
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
