@@ -207,13 +207,18 @@ class Reporter:
             self.call_back()
 
     def call_back(self, *, closed: bool = False) -> None:
-        """Give the report's numbers to the user's function; what that raises is logged once."""
+        """Give the report's numbers to the user's function; what that raises is logged once.
+
+        With ``closed`` it runs on the thread that closes, which an exit or Ctrl-C within it may end.
+        """
         if self._on_report is None or not self.speaks:
             return
         begun = time.monotonic()
         try:
             self._on_report(run_report.scalars(self.make(closed=closed)))
-        except Exception as error:
+        except BaseException as error:  # sys.exit, too, would end the writer's thread
+            if closed and not isinstance(error, Exception):
+                raise
             if not self._warned_of_call:
                 self._warned_of_call = True
                 logger.warning(
