@@ -353,6 +353,18 @@ def test_a_run_is_told_as_it_was(tmp_path: Path) -> None:
     assert sorted(point.unix_seconds for point in run.history) == [point.unix_seconds for point in run.history]
 
 
+def test_a_void_checkpoint_is_no_point_of_the_history(tmp_path: Path) -> None:
+    job = Job()
+    with job.open(tmp_path) as checkpointer:
+        for _ in checkpointer.steps(2):
+            job.iterate()
+        report = checkpointer._reporter
+        wait_for(lambda: len(report.make().history) == 3)
+        report.checkpoint_ended()  # with none committed, and none failed
+        assert [point.checkpoints for point in report.make().history] == [0, 1, 1]
+    assert [point.checkpoints for point in runs_of(tmp_path)[0].history] == [0, 1, 1, 0]
+
+
 def test_bytes_by_the_way_they_took(tmp_path: Path) -> None:
     checkpointer = train(tmp_path, 5)
     report, last = checkpointer.report(), checkpointer.last_capture
