@@ -88,26 +88,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the one place where errors become exit codes
         if debug:
             traceback.print_exc()
-        return _report(error, debug)
+        return _report(error, debug, command=next(iter(arguments), ""))
     return code if isinstance(code, int) else FOUND
 
 
-def _report(error: Exception, debug: bool) -> int:
+def _report(error: Exception, debug: bool, command: str) -> int:
     """Print an error as one line on standard error, and return its exit code."""
     if isinstance(error, USAGE_ERROR):
         complain(_usage_text(error))
         return USAGE
     if isinstance(error, CheckflowError):
-        complain(f"{error}{_next_command(error)}")
+        complain(f"{error}{_next_command(error, command)}")
         return INFEASIBLE if isinstance(error, InfeasibleError) else FAILED
     hint = "" if debug else " (--debug shows where)"
     complain(f"internal error: {type(error).__name__}: {' '.join(str(error).split())}{hint}")
     return FAILED
 
 
-def _next_command(error: CheckflowError) -> str:
+def _next_command(error: CheckflowError, command: str) -> str:
     """What to run next, where the error itself does not name it."""
-    if isinstance(error, CorruptCheckpointError) and "checkflow verify" not in str(error):
+    of_directory = command in ("diff", "export", "ls", "verify")  # import: of another program's files, too
+    if of_directory and isinstance(error, CorruptCheckpointError) and "checkflow verify" not in str(error):
         return "; checkflow verify DIRECTORY shows which checkpoints are whole"
     return ""
 
@@ -127,27 +128,29 @@ def _root(
     ] = False,
 ) -> None:
     if version:
-        print_line(_versions())
+        for line in _versions():
+            print_line(line)
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(USAGE)
 
 
-def _versions() -> str:
-    """Checkflow's version, and those of what its answers depend on; without importing them, which takes seconds."""
+def _versions() -> list[str]:
+    """Checkflow's version, which scripts cut from the first line, and those of what its answers depend on."""
     import platform
     from importlib import metadata
 
     import checkflow
 
+    # Imports would take seconds.
     found = [f"checkflow {checkflow.__version__}", f"Python {platform.python_version()}"]
     for name, package in (("torch", "torch"), ("HiGHS", "highspy"), ("Gurobi", "gurobipy"), ("PuLP", "pulp")):
         try:
             found.append(f"{name} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             found.append(f"no {name}")
-    return ", ".join(found)
+    return found
 
 
 @app.command()
