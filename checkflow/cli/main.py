@@ -23,12 +23,14 @@ from checkflow.cli.console import (
     STOPPED,
     USAGE,
     complain,
+    expect_page,
     print_json,
     print_line,
     print_parts,
     stoppable,
     warnings_shown,
     write_page,
+    write_trace,
 )
 from checkflow.cli.options import Formulation, GranularityName, PolicyName, SolverName
 from checkflow.cli.progress import working
@@ -268,20 +270,21 @@ def show(
     from checkflow.planner.schedule.compare import binding_interval
     from checkflow.planner.schedule.replay import check_plan
 
+    expect_page(html)
     read = plans.load(plan_file)
     replay = check_plan(read)
+    if as_json:
+        print_json(show_table.show_json(read, replay, *binding_interval(read)))
+    else:
+        print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
     if html is not None:
         from checkflow.views.plan import plan_page
 
         write_page(plan_page(read, replay), html, said=not as_json)
     if perfetto is not None:
-        from checkflow.views.perfetto import plan_trace, write_trace
+        from checkflow.views.perfetto import plan_trace
 
-        write_trace(plan_trace(read), perfetto)
-    if as_json:
-        print_json(show_table.show_json(read, replay, *binding_interval(read)))
-    elif html is None:
-        print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
+        write_trace(plan_trace(read), perfetto, said=not as_json)
     return FOUND
 
 
@@ -328,6 +331,7 @@ def compare(
         )
         report.compare_reports(subjects, as_json=as_json)
         return FOUND
+    expect_page(html)
     chosen = planning.device_of(device)
     planner = planning.planner_for(device)
     request = planning.request_of(
@@ -344,14 +348,14 @@ def compare(
             from checkflow.planner.pipeline import compare_model
 
             rows.append(compare_model(planner(asked, chosen, request, granularity)))
+    if as_json:
+        print_json(plan_table.comparison_json(rows))
+    else:
+        print_parts(plan_table.comparison_tables(rows))
     if html is not None:
         from checkflow.views.comparison import comparison_page
 
         write_page(comparison_page(rows), html, said=not as_json)
-    if as_json:
-        print_json(plan_table.comparison_json(rows))
-    elif html is None:
-        print_parts(plan_table.comparison_tables(rows))
     missing = [row for row in rows if row.checkflow_peak_bytes is None]
     for row in missing:
         complain(f"{row.source}: {row.explanation}")
