@@ -120,8 +120,8 @@ class Checkpointer:
         on_report: a function for TensorBoard, W&B and the like. It gets the numbers of :meth:`report` by their places,
             such as "lag/seconds" or "iteration", after a checkpoint has ended, at most once a second and so that it
             takes at most 2 % of the time, and once at the end. It runs on the thread that writes checkpoints (the last
-            time on the one that closes), so training does not wait for it. What it raises is logged once. Of several
-            ranks, rank 0 alone calls it.
+            time on the one that closes), so training does not wait for it. A slow one delays checkpoints, also the last
+            ones within ``grace_seconds``. What it raises is logged once. Of several ranks, rank 0 alone calls it.
 
     Raises:
         PlanError, MismatchError: the plan is damaged, cannot be executed, or was made for another job.

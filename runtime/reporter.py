@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ from checkflow.runtime.loop.phase_clock import Reading, Times
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
 from checkflow.runtime.persist.saver import Saving
-from checkflow.runtime.persist.timing import times_of
+from checkflow.runtime.persist.timing import KeptSpells, times_of
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import name_ranks
 from checkflow.runtime.system import fs
@@ -96,6 +96,7 @@ class Reporter:
         self._written = self._took_seconds = 0.0  # by time.monotonic
         self._captures_written = -math.inf  # likewise
         self._warned = False  # that the file cannot be written was logged
+        self._spells = KeptSpells(loop.clock.spells)
         self._history: tuple[HistoryPoint, ...] = ()
         self._ended = 0  # checkpoints committed or failed, at the newest point of the history
         # The newest durable step by then, and when its capture began.
@@ -201,19 +202,26 @@ class Reporter:
 
     def checkpoint_ended(self) -> None:
         """On the writer's thread, after each checkpoint. Never raises."""
+        if (durable := self._saving.writer.durable) is not None:
+            self._spells.keep(durable.step, durable.begun)
         self.write_in_time()
         least_seconds = max(REPORT_EVERY_SECONDS, self._call_seconds / MOST_SHARE)
         if time.monotonic() - self._called >= least_seconds:
             self.call_back()
 
     def call_back(self, *, closed: bool = False) -> None:
-        """Give the report's numbers to the user's function; what that raises is logged once."""
+        """Give the report's numbers to the user's function; what that raises is logged once.
+
+        With ``closed`` it runs on the thread that closes, which an exit or Ctrl-C within it may end.
+        """
         if self._on_report is None or not self.speaks:
             return
         begun = time.monotonic()
         try:
             self._on_report(run_report.scalars(self.make(closed=closed)))
-        except Exception as error:
+        except BaseException as error:  # sys.exit, too, would end the writer's thread
+            if closed and not isinstance(error, Exception):
+                raise
             if not self._warned_of_call:
                 self._warned_of_call = True
                 logger.warning(
@@ -228,7 +236,8 @@ class Reporter:
         if time.monotonic() - self._written >= self._took_seconds / MOST_SHARE:
             self.write()
         else:
-            self._note_and_write(only_note=True)
+            with self._faults_told():
+                self._note()
 
     def write(self, *, closed: bool = False) -> None:
         """Replace the file. Never raises. Of several ranks, rank 0 does; the others tell it their part."""
@@ -236,21 +245,25 @@ class Reporter:
         if not self.speaks:
             return
         begun = time.monotonic()
-        self._note_and_write(closed=closed)
+        with self._faults_told():
+            self._note(closed=closed)
+            report = self.make(closed=closed)
+            self._publish(FILE, run_report.dump_file([*self._earlier, run_report.dump_run(report)]))
         self._written = time.monotonic()
         self._took_seconds = self._written - begun
+        if closed or self._written - self._captures_written >= CAPTURES_EVERY_SECONDS:
+            with self._faults_told():
+                self._write_captures()
 
-    def _note_and_write(self, *, closed: bool = False, only_note: bool = False) -> None:
+    def _publish(self, name: str, data: bytes) -> None:
+        with fs.folder(str(self._directory)) as root:
+            fs.publish(name, data, dir_fd=root)
+
+    @contextlib.contextmanager
+    def _faults_told(self) -> Iterator[None]:
+        """What is raised within is logged once."""
         try:
-            self._note()
-            if only_note:
-                return
-            report = self.make(closed=closed)
-            data = run_report.dump_file([*self._earlier, run_report.dump_run(report)])
-            with fs.folder(str(self._directory)) as root:
-                fs.publish(FILE, data, dir_fd=root)
-                if closed or time.monotonic() - self._captures_written >= CAPTURES_EVERY_SECONDS:
-                    self._write_captures(root)
+            yield
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -264,10 +277,12 @@ class Reporter:
                 self._warned = True
                 logger.exception("cannot write %s; training and checkpoints go on without it", self._directory / FILE)
 
-    def _note(self) -> None:
+    def _note(self, *, closed: bool = False) -> None:
         """Add what has happened since the last checkpoint ended to the history."""
         writer, frequency, iteration = self._saving.writer, self._loop.pace.report, self._loop.iteration
         durable, ended = writer.durable, writer.committed + writer.failed
+        if ended == self._ended and self._history and not closed:  # a void one ended
+            return
         step = self._resumed_from if durable is None else durable.step
         point = HistoryPoint(
             checkpoints=ended - self._ended,
@@ -284,20 +299,19 @@ class Reporter:
         if durable is not None:
             self._safe_step, self._safe_since = step, durable.begun
 
-    def _write_captures(self, root: int) -> None:
+    def _write_captures(self) -> None:
         """Replace the file with the times of the last captures, if there are any."""
         captures = self._loop.place.last_captures
         if not captures:
             return
         persisted = {one.step: one for one in self._saving.writer.recent}
-        spells = list(self._loop.clock.spells)
         file = CaptureFile(
             self._run_id,
             self._model,
             self._device,
-            tuple(times_of(one, persisted.get(one.step), spells) for one in captures),
+            tuple(times_of(one, persisted.get(one.step), self._spells.of(one.step, one.begun)) for one in captures),
         )
-        fs.publish(capture_times.FILE, capture_times.dumps(file), dir_fd=root)
+        self._publish(capture_times.FILE, capture_times.dumps(file))
         self._captures_written = time.monotonic()
 
     def _read_earlier(self) -> tuple[RunReport, ...]:

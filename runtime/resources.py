@@ -65,17 +65,19 @@ class Resources:
         if self.council is not None:
             self.reporter.tell_ranks()
             self.council.close()
-        if self.store.locked:  # else this was done already, and another process may own the directory
+        ends = self.store.locked
+        if ends:  # else this was done already, and another process may own the directory
             self.reporter.write(closed=True)
             where = self.store.where
             self.store.close()
             if self.reporter.speaks:
                 logger.info("%s", end_line(self.reporter.make(closed=True), self.store.directory, where))
-                self.reporter.call_back(closed=True)
         self.preemption.close()
         if _held.get(self.store.directory) is self:
             del _held[self.store.directory]
         self.closed = True
+        if ends:
+            self.reporter.call_back(closed=True)  # last: what exits there leaves nothing open
         return error or self.lost
 
 

@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -56,13 +56,33 @@ def print_json(data: object) -> None:
     sys.stdout.write(json.dumps(data, allow_nan=False, indent=2) + "\n")
 
 
+def expect_page(path: Path | None) -> None:
+    """Before any work for a page: ViewError if none can be made here."""
+    if path is not None:
+        from checkflow.views.page import need_plotly
+
+        need_plotly()
+
+
 def write_page(page: str, path: Path, *, said: bool) -> None:
     """Write a page's file, and say so; ViewError if it cannot be written."""
     from checkflow.views.page import write
 
     write(page, path)
+    _say_written("page", path, said)
+
+
+def write_trace(events: Iterable[Mapping[str, Any]], path: Path, *, said: bool) -> None:
+    """Write a trace's file, and say so; CheckflowError if it cannot be written."""
+    from checkflow.views.perfetto import write_trace as write
+
+    write(events, path)
+    _say_written("trace", path, said)
+
+
+def _say_written(what: str, path: Path, said: bool) -> None:
     if said:
-        print_line(f"page written to {path}")
+        print_line(f"{what} written to {path}")
 
 
 def complain(message: str) -> None:

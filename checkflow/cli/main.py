@@ -23,12 +23,14 @@ from checkflow.cli.console import (
     STOPPED,
     USAGE,
     complain,
+    expect_page,
     print_json,
     print_line,
     print_parts,
     stoppable,
     warnings_shown,
     write_page,
+    write_trace,
 )
 from checkflow.cli.options import Formulation, GranularityName, PolicyName, SolverName
 from checkflow.cli.progress import working
@@ -88,26 +90,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the one place where errors become exit codes
         if debug:
             traceback.print_exc()
-        return _report(error, debug)
+        return _report(error, debug, command=next(iter(arguments), ""))
     return code if isinstance(code, int) else FOUND
 
 
-def _report(error: Exception, debug: bool) -> int:
+def _report(error: Exception, debug: bool, command: str) -> int:
     """Print an error as one line on standard error, and return its exit code."""
     if isinstance(error, USAGE_ERROR):
         complain(_usage_text(error))
         return USAGE
     if isinstance(error, CheckflowError):
-        complain(f"{error}{_next_command(error)}")
+        complain(f"{error}{_next_command(error, command)}")
         return INFEASIBLE if isinstance(error, InfeasibleError) else FAILED
     hint = "" if debug else " (--debug shows where)"
     complain(f"internal error: {type(error).__name__}: {' '.join(str(error).split())}{hint}")
     return FAILED
 
 
-def _next_command(error: CheckflowError) -> str:
+def _next_command(error: CheckflowError, command: str) -> str:
     """What to run next, where the error itself does not name it."""
-    if isinstance(error, CorruptCheckpointError) and "checkflow verify" not in str(error):
+    of_directory = command in ("diff", "export", "ls", "verify")  # import: of another program's files, too
+    if of_directory and isinstance(error, CorruptCheckpointError) and "checkflow verify" not in str(error):
         return "; checkflow verify DIRECTORY shows which checkpoints are whole"
     return ""
 
@@ -127,27 +130,29 @@ def _root(
     ] = False,
 ) -> None:
     if version:
-        print_line(_versions())
+        for line in _versions():
+            print_line(line)
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(USAGE)
 
 
-def _versions() -> str:
-    """Checkflow's version, and those of what its answers depend on; without importing them, which takes seconds."""
+def _versions() -> list[str]:
+    """Checkflow's version, which scripts cut from the first line, and those of what its answers depend on."""
     import platform
     from importlib import metadata
 
     import checkflow
 
+    # Imports would take seconds.
     found = [f"checkflow {checkflow.__version__}", f"Python {platform.python_version()}"]
     for name, package in (("torch", "torch"), ("HiGHS", "highspy"), ("Gurobi", "gurobipy"), ("PuLP", "pulp")):
         try:
             found.append(f"{name} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             found.append(f"no {name}")
-    return ", ".join(found)
+    return found
 
 
 @app.command()
@@ -265,20 +270,21 @@ def show(
     from checkflow.planner.schedule.compare import binding_interval
     from checkflow.planner.schedule.replay import check_plan
 
+    expect_page(html)
     read = plans.load(plan_file)
     replay = check_plan(read)
+    if as_json:
+        print_json(show_table.show_json(read, replay, *binding_interval(read)))
+    else:
+        print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
     if html is not None:
         from checkflow.views.plan import plan_page
 
         write_page(plan_page(read, replay), html, said=not as_json)
     if perfetto is not None:
-        from checkflow.views.perfetto import plan_trace, write_trace
+        from checkflow.views.perfetto import plan_trace
 
-        write_trace(plan_trace(read), perfetto)
-    if as_json:
-        print_json(show_table.show_json(read, replay, *binding_interval(read)))
-    elif html is None:
-        print_parts(show_table.show_lines(read, replay, *binding_interval(read)))
+        write_trace(plan_trace(read), perfetto, said=not as_json)
     return FOUND
 
 
@@ -325,6 +331,7 @@ def compare(
         )
         report.compare_reports(subjects, as_json=as_json)
         return FOUND
+    expect_page(html)
     chosen = planning.device_of(device)
     planner = planning.planner_for(device)
     request = planning.request_of(
@@ -341,14 +348,14 @@ def compare(
             from checkflow.planner.pipeline import compare_model
 
             rows.append(compare_model(planner(asked, chosen, request, granularity)))
+    if as_json:
+        print_json(plan_table.comparison_json(rows))
+    else:
+        print_parts(plan_table.comparison_tables(rows))
     if html is not None:
         from checkflow.views.comparison import comparison_page
 
         write_page(comparison_page(rows), html, said=not as_json)
-    if as_json:
-        print_json(plan_table.comparison_json(rows))
-    elif html is None:
-        print_parts(plan_table.comparison_tables(rows))
     missing = [row for row in rows if row.checkflow_peak_bytes is None]
     for row in missing:
         complain(f"{row.source}: {row.explanation}")

@@ -13,6 +13,7 @@ from checkflow.cli.console import console
 from checkflow.core.units import format_time
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 PATIENCE_SECONDS = 1.0  # shorter work shows no progress
@@ -31,10 +32,11 @@ def working(what: str) -> Iterator[Say]:
 
     The time that is left is an estimate from the last half minute, and shown only where ``total`` is known.
     """
-    if not sys.stderr.isatty():
+    shown = console(stderr=True) if sys.stderr.isatty() else None
+    if shown is None or not shown.is_interactive:  # TERM=dumb: no line can vanish there
         yield lambda part="", done=0.0, total=None, /: None
         return
-    progress = _progress()
+    progress = _progress(shown)
     progress.add_task(what, total=None)
     lock = threading.Lock()
 
@@ -64,7 +66,7 @@ def _whole(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 59.5 else format_time(seconds)
 
 
-def _progress() -> Progress:
+def _progress(shown: Console) -> Progress:
     """Return a line that vanishes at the end: a spinner, what is done, a bar if it is known how much, the times."""
     from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
     from rich.text import Text
@@ -85,7 +87,7 @@ def _progress() -> Progress:
         TextColumn("{task.description}", markup=False),
         Bar(bar_width=24),
         Times(),
-        console=console(stderr=True),
+        console=shown,
         refresh_per_second=REFRESHES,
         transient=True,
         redirect_stdout=False,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from checkflow.cli import options
-from checkflow.cli.console import FOUND, complain, print_json, print_parts, write_page
+from checkflow.cli.console import FOUND, complain, expect_page, print_json, print_parts, write_page, write_trace
 
 if TYPE_CHECKING:
     from checkflow.core.plan import Plan
@@ -31,32 +31,34 @@ def report(
     from checkflow.cli.tables import run as run_table
     from checkflow.core import run_report
 
+    expect_page(html)
     path = Path(directory) / run_report.FILE if Path(directory).is_dir() else Path(directory)
     runs = run_report.load(path)
-    run_report.latest(runs, str(path))
-    if perfetto is not None:
-        _write_trace(path.parent, plan, perfetto)
+    newest = run_report.latest(runs, str(path))
+    if not as_json:
+        print_parts([run_table.lives_table(runs)])
+    compare_reports([str(path), *([] if plan is None else [str(plan)])], as_json=as_json)
     if html is not None:
         from checkflow.views.run import run_page
 
         write_page(run_page(directory, runs), html, said=not as_json)
-    if as_json or (html is None and perfetto is None):
-        if not as_json:
-            print_parts([run_table.lives_table(runs)])
-        compare_reports([str(path), *([] if plan is None else [str(plan)])], as_json=as_json)
+    if perfetto is not None:
+        write_trace(_trace_of(path.parent, newest.run_id, plan), perfetto, said=not as_json)
     return FOUND
 
 
-def _write_trace(directory: Path, plan: Path | None, file: Path) -> None:
+def _trace_of(directory: Path, run_id: str, plan: Path | None) -> list[dict[str, Any]]:
     from checkflow.core import capture_times
-    from checkflow.views.perfetto import run_trace, write_trace
+    from checkflow.views.perfetto import run_trace
 
     times = capture_times.load(directory / capture_times.FILE)
+    if times.run_id != run_id:
+        complain(f"{capture_times.FILE} is of another run than the report's newest: the trace shows that one")
     wanted = {capture.plan_digest for capture in times.captures} - {""}
     found = _plans_of(directory, plan, wanted)
     if wanted - found.keys():
         complain("the plan that ran is not in the directory: the trace has measured copies alone (--plan PLAN adds it)")
-    write_trace(run_trace(times, found), file)
+    return run_trace(times, found)
 
 
 def _plans_of(directory: Path, given: Path | None, wanted: set[str]) -> dict[str, Plan]:

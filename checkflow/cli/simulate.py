@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from checkflow.cli import options, planning
-from checkflow.cli.console import FOUND, INFEASIBLE, complain, print_json, print_parts, write_page
+from checkflow.cli.console import FOUND, INFEASIBLE, complain, expect_page, print_json, print_parts, write_page
 from checkflow.cli.options import GranularityName, PolicyName
 from checkflow.cli.progress import working
 from checkflow.core.errors import CheckflowError, PlanError
@@ -192,7 +192,8 @@ def simulate(
         options.refuse_given(
             context, besides=("subject", "memory_limit", *OF_FAILURES), why="a plan file brings its own"
         )
-    _refuse_size(mtbf, duration, runs)
+    _refuse_size(mtbf, duration, runs, page)
+    expect_page(page)
     known = None if of_plan or device == options.AUTO else planning.device_of(device)
     written_to = _storage(known, storage)
     if of_plan:
@@ -220,9 +221,9 @@ def simulate(
             progress=lambda share: say(f"{runs:,} runs", share, 1.0),
         )  # fmt: skip
     given = Given(plan, written_to, overhead, limit_bytes, ways.left_out)
+    _print_found(given, found, as_json)
     if page is not None:
         _write_page(page, given, restart, duration, shape, every or [], seed, said=not as_json)
-    _print_found(given, found, as_json)
     return FOUND
 
 
@@ -231,10 +232,8 @@ def _write_page(
     *, said: bool,
 ) -> None:  # fmt: skip
     from checkflow.simulate import scaling
-    from checkflow.views.page import need_plotly
     from checkflow.views.simulation import simulation_page
 
-    need_plotly()  # before the work
     by_gpus = [scaling.GPU_SECONDS_A_FAILURE / count for count in scaling.GPU_COUNTS]
     with working("simulating clusters") as say:
         found = scaling.points(
@@ -250,12 +249,15 @@ def _write_page(
     write_page(shown, file, said=said)
 
 
-def _refuse_size(mtbf: float, duration: float, runs: int) -> None:
+def _refuse_size(mtbf: float, duration: float, runs: int, page: Path | None) -> None:
     """Refuse what cannot be simulated soon, before anything is planned."""
+    from checkflow.simulate import scaling
     from checkflow.simulate.simulation import check_size
 
     try:
         check_size(mtbf, duration, runs)
+        if page is not None:
+            scaling.check_duration(duration)
     except PlanError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from checkflow.core.errors import ReportError, first_fault
 from checkflow.core.graph import STRICT, Many
@@ -118,7 +118,11 @@ def _merge(copies: Sequence[CopyTimes]) -> CopyTimes:
 
 
 def dumps(file: CaptureFile) -> bytes:
-    return json.dumps(dataclasses.asdict(file), allow_nan=False).encode() + b"\n"
+    return json.dumps(file, default=_fields, allow_nan=False).encode() + b"\n"
+
+
+def _fields(one: Any) -> dict[str, Any]:  # asdict is slow, and training waits for it
+    return {name: getattr(one, name) for name in one.__slots__}
 
 
 def load(path: str | os.PathLike[str]) -> CaptureFile:
@@ -154,6 +158,8 @@ def loads(data: bytes, name: str) -> CaptureFile:
         raise ReportError(f"{what}: {first_fault(error)}") from None
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{what}: {' '.join(str(error).split()) or type(error).__name__}") from None
+    if len(found.captures) > KEPT_CAPTURES:
+        raise ReportError(f"{what}: it has more than {KEPT_CAPTURES} captures")
     for index, capture in enumerate(found.captures):
         if problem := _contradiction(capture):
             raise ReportError(f"{what}: captures.{index}: {problem}")
@@ -162,6 +168,8 @@ def loads(data: bytes, name: str) -> CaptureFile:
 
 def _contradiction(capture: CaptureTimes) -> str | None:
     """Return what no capture can have."""
+    if len(capture.copies) > MOST_COPIES:
+        return f"more than {MOST_COPIES} copies"
     spans: list[tuple[float, float | None]] = [(one.begun_seconds, one.seconds) for one in capture.copies]
     spans += [(one.begun_seconds, one.seconds) for one in capture.training]
     lasting = [seconds for _, seconds in spans if seconds is not None]

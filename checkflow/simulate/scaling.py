@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from checkflow.core.errors import PlanError
 from checkflow.core.plan import Plan
-from checkflow.simulate.simulation import Failures, RunSpread, check_size, simulate_failures
+from checkflow.core.units import format_time
+from checkflow.simulate.simulation import MOST_FAILURES, MOST_IN_ALL, Failures, RunSpread, simulate_failures
 from checkflow.simulate.strategies import StorageSpeed, dcp_way, restore_seconds, ways_of
 
 # "The Llama 3 Herd of Models" (2024), section 3.3.4: unexpected interruptions of one job.
@@ -40,6 +42,21 @@ def daly_share(interval_seconds: float, stop_seconds: float, restart_seconds: fl
     return interval_seconds / (m * math.exp(restart_seconds / m) * math.expm1(exponent))
 
 
+def check_duration(seconds: float) -> None:
+    """Refuse what takes too long at the page's highest rate of failures.
+
+    Raises:
+        PlanError: so long a run has more failures than can be simulated soon.
+    """
+    least = min(*MTBF_SECONDS, GPU_SECONDS_A_FAILURE / max(GPU_COUNTS))
+    most = least * min(MOST_FAILURES, MOST_IN_ALL // RUNS)
+    if seconds > most:
+        raise PlanError(
+            f"the page simulates runs with a failure every {format_time(least)}, too: ask for a --duration of at most "
+            f"{format_time(most)}, or leave --html out"
+        )
+
+
 def points(
     plan: Plan,
     storage: StorageSpeed,
@@ -59,8 +76,6 @@ def points(
     Raises:
         PlanError: more failures than can be simulated soon, or an iteration that takes no time.
     """
-    for mtbf in mtbfs_seconds:
-        check_size(mtbf, duration_seconds, RUNS)
     iteration_seconds = plan.timeline.iteration_seconds
     restart_seconds += restore_seconds(plan, storage)
     found = []

@@ -57,12 +57,12 @@ def _kind(way: Way) -> str:
     return "checkflow" if way.name.startswith("checkflow") else way.name
 
 
-def _bars(names: Sequence[str], kind: str, values: Sequence[float | None], hover: Sequence[str]) -> dict[str, Any]:
+def _bars(kind: str, values: Sequence[float | None], hover: Sequence[str]) -> dict[str, Any]:
     colour, pattern = _LOOKS[kind]
     return {
         "type": "bar",
         "name": kind,
-        "x": [label(name, 60) for name in names],
+        "x": list(range(len(values))),
         "y": list(values),
         "marker": {
             "color": colour,
@@ -90,20 +90,24 @@ def _peaks(rows: Sequence[Comparison], names: Sequence[str]) -> list[Chart]:
             else 100 * (way.peak_bytes / row.training_peak_bytes - 1)
             for row, way in zip(rows, ways, strict=True)
         ]  # fmt: skip
-        peaks.append(_bars(names, kind, values, hover))
-        shares.append(_bars(names, kind, more, hover))
+        peaks.append(_bars(kind, values, hover))
+        shares.append(_bars(kind, more, hover))
     words = "Synchronous checkpoints add nothing to training's own peak. CheckFreq: an earlier system (FAST 2021)."
     return [
-        Chart("peaks", "Peak memory", peaks, _grouped(f"peak memory ({unit})"), words),
-        Chart("added", "What checkpoints add to it", shares, _grouped("% of training's peak")),
+        Chart("peaks", "Peak memory", peaks, _grouped(f"peak memory ({unit})", names), words),
+        Chart("added", "What checkpoints add to it", shares, _grouped("% of training's peak", names)),
     ]
 
 
-def _grouped(title: str) -> dict[str, Any]:
-    """The layout of bars side by side."""
+def _grouped(title: str, names: Sequence[str]) -> dict[str, Any]:
+    """The layout of bars side by side, by row: the labels of two long names may be equal."""
     return {
         "barmode": "group",
-        "xaxis": {"type": "category"},
+        "xaxis": {
+            "type": "category",
+            "tickvals": list(range(len(names))),
+            "ticktext": [label(name, 60) for name in names],
+        },
         "yaxis": {"title": title, "rangemode": "tozero"},
     }
 
@@ -128,8 +132,8 @@ def _stalls(rows: Sequence[Comparison], names: Sequence[str]) -> Chart:
             hover.append(
                 f"<b>{label(name)}</b><br>{label(way.name)}: {stall}{more}<br>every {iterations(way.interval)}"
             )
-        traces.append(_bars(names, kind, values, hover))
-    layout = _grouped("stall (% of training's time)")
+        traces.append(_bars(kind, values, hover))
+    layout = _grouped("stall (% of training's time)", names)
     slower = [
         f"{name} every {iterations(row.checkflow_interval)}"
         for name, row in zip(names, rows, strict=True)

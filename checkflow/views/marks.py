@@ -94,7 +94,7 @@ def _copy_mark(plan: Plan, clock: Clock, chunk: Chunk, begin: float, end: float)
         details.append(f"from the copy made at {label(step_words(plan, chunk.snapshot_step))}")
     due, deadline, seconds = plan.deadlines[chunk.tensor], "none: it is never written", math.inf
     if due is not None:
-        seconds = clock.begins_seconds[due]
+        _, seconds = clock.span(due)  # the last step that may use the link
         deadline = f"{label(step_words(plan, due))}, at {format_seconds(seconds)}"
         deadline += " (met by the snapshot)" if chunk.snapshot_step is not None else ""
     return Mark(

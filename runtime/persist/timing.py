@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Sequence
 
-from checkflow.core.capture_times import CaptureTimes, CopyTimes, Spell, StorageTimes, merge_copies
+from checkflow.core.capture_times import KEPT_CAPTURES, CaptureTimes, CopyTimes, Spell, StorageTimes, merge_copies
 from checkflow.runtime.persist.writer import Persisted
 from checkflow.runtime.snapshot.capturer import CaptureReport
+
+
+class KeptSpells:
+    """What training did during the last checkpoints, which the clock forgets.
+
+    Args:
+        spells: of the clock, a bounded number: what, since when, until when; the last one to end is the last.
+    """
+
+    def __init__(self, spells: deque[tuple[str, float, float]]) -> None:
+        self._spells = spells
+        self._kept: deque[tuple[int, list[tuple[str, float, float]]]] = deque(maxlen=KEPT_CAPTURES)
+
+    def keep(self, step: int, begun: float) -> None:
+        """Keep what has ended since the boundary of this step, at ``begun``."""
+        if step not in dict(self._kept):
+            latest_first = reversed(list(self._spells))  # a copy: training goes on
+            self._kept.append((step, [*itertools.takewhile(lambda spell: spell[2] > begun, latest_first)][::-1]))
+
+    def of(self, step: int, begun: float) -> Sequence[tuple[str, float, float]]:
+        """What has ended since this boundary, and maybe earlier; where the clock has forgotten it, what was kept."""
+        spells = list(self._spells)
+        forgotten = len(spells) == self._spells.maxlen and spells[0][2] > begun
+        return dict(self._kept).get(step, spells) if forgotten else spells
 
 
 def times_of(

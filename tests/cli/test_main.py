@@ -471,6 +471,18 @@ def test_debug_shows_the_traceback(call: Any) -> None:
     assert quiet.code == loud.code == FAILED
 
 
+def test_verify_is_proposed_for_a_directory_and_not_for_another_programs_file(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "weights.safetensors").write_bytes(b"\x08")
+    said = call("import", "weights.safetensors", "imported")
+    assert (said.code, said.err.count("\n")) == (FAILED, 1)
+    assert "checkflow verify" not in said.err
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").write_text("{")
+    said = call("diff", "checkpoints", "checkpoints")
+    assert said.code == FAILED
+    assert said.err.endswith("; checkflow verify DIRECTORY shows which checkpoints are whole\n")
+
+
 def test_a_fault_of_our_own_is_one_line_too(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(path: object) -> None:
         raise RuntimeError("two\nlines")

@@ -129,6 +129,14 @@ def test_what_is_left_is_told_only_where_it_is_known(monkeypatch: pytest.MonkeyP
     assert not [line for line in lines if "open" in line and "left" in line]
 
 
+def test_a_terminal_that_cannot_take_back_a_line_gets_none(tmp_path: Path) -> None:
+    program = "from checkflow.cli.progress import working\nwith working('w') as say:\n    say('part', 1, 2)\n"
+    for before in ("", EAGER):  # short work, and long
+        with terminal("env", "TERM=dumb", sys.executable, "-c", before + program, cwd=tmp_path) as there:
+            assert there.end()[0] == 0
+            assert there.text == ""
+
+
 def test_a_pipe_gets_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with working("nothing") as say:
         say("at all", 1, 2)

@@ -298,6 +298,14 @@ def test_hostile_files_are_refused_in_one_line(name: str, written: bytes) -> Non
     assert len(message) < 300
 
 
+def test_an_iteration_that_ctrl_c_left_out_of_a_histogram_is_no_contradiction(written: bytes) -> None:
+    (run,) = run_report.loads(written, "report.json")
+    held = [one.persist_wait for one in run.held_iterations]
+    index = held.index(max(held))
+    (read,) = run_report.loads(change(f"held_iterations.{index}.persist_wait", held[index] - 1)(written), "report.json")
+    assert sum(one.persist_wait for one in read.held_iterations) == read.phases.iterations - 1
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
@@ -343,6 +351,18 @@ def test_a_run_is_told_as_it_was(tmp_path: Path) -> None:
     assert all(point.lag_iterations >= 1 and point.lag_seconds > 0 for point in points)  # the one before was newest
     assert (end.checkpoints, end.iteration, end.durable_step, end.disk_interval) == (0, 6, 6, 1)
     assert sorted(point.unix_seconds for point in run.history) == [point.unix_seconds for point in run.history]
+
+
+def test_a_void_checkpoint_is_no_point_of_the_history(tmp_path: Path) -> None:
+    job = Job()
+    with job.open(tmp_path) as checkpointer:
+        for _ in checkpointer.steps(2):
+            job.iterate()
+        report = checkpointer._reporter
+        wait_for(lambda: len(report.make().history) == 3)
+        report.checkpoint_ended()  # with none committed, and none failed
+        assert [point.checkpoints for point in report.make().history] == [0, 1, 1]
+    assert [point.checkpoints for point in runs_of(tmp_path)[0].history] == [0, 1, 1, 0]
 
 
 def test_bytes_by_the_way_they_took(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkflow.api import Checkpointer
+from checkflow.core import run_report
 from checkflow.runtime import reporter
 from tests.support import wandb_stand_in
 from tests.support.horizons import make_step
@@ -78,6 +79,28 @@ def test_a_fault_in_it_is_logged_once_and_training_goes_on(
     assert [record.getMessage() for record in caplog.records] == [
         "on_report has raised OSError: no network; training goes on, and it is called again"
     ]
+
+
+def test_an_exit_in_it_ends_neither_writer_nor_training_but_the_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reporter, "REPORT_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(reporter, "MOST_SHARE", float("inf"))
+    calls = []
+
+    def leave(scalars: dict[str, float]) -> None:
+        calls.append(scalars)
+        sys.exit(3)
+
+    with caplog.at_level(logging.WARNING, "checkflow"), pytest.raises(SystemExit):
+        train(tmp_path, leave)
+    assert [scalars["committed"] for scalars in calls] == [1, 2, 3, 4, 5, 6, 6]
+    assert [record.getMessage() for record in caplog.records] == [
+        "on_report has raised SystemExit: 3; training goes on, and it is called again"
+    ]
+    (run,) = run_report.load(tmp_path / "report.json")
+    assert run.closed
+    train(tmp_path, None)  # nothing holds the directory
 
 
 def test_of_several_ranks_the_one_that_speaks_calls_it(tmp_path: Path) -> None:

@@ -60,8 +60,9 @@ def test_chunks_cross_the_link_one_after_the_other_in_their_steps(bandwidth: flo
         seconds = chunk.length_bytes / plan.bandwidth_bytes_per_second
         assert mark.end_seconds - mark.begin_seconds == pytest.approx(seconds, rel=0.01)
         due = plan.deadlines[chunk.tensor]
-        if due is not None and chunk.snapshot_step is None:
-            assert mark.end_seconds <= clock.begins_seconds[due + 1] + 1e-12
+        assert mark.deadline_seconds == (math.inf if due is None else clock.begins_seconds[due + 1])
+        if chunk.snapshot_step is None:
+            assert mark.end_seconds <= mark.deadline_seconds + 1e-12
         for traffic in own:
             assert mark.end_seconds <= traffic.begin_seconds + 1e-9 or mark.begin_seconds >= traffic.end_seconds - 1e-9
     wait = 0.0 if plan.wait is None else plan.wait.seconds

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from checkflow.cli import planning
 from checkflow.cli.main import FAILED, FOUND, USAGE, main
 from checkflow.core import plan as plans
 from checkflow.core.errors import ViewError
 from checkflow.planner.schedule.compare import compare_plan
 from checkflow.views import page
-from checkflow.views.comparison import names_of
+from checkflow.views.comparison import comparison_page, names_of
 from checkflow.views.page import Chart, Fact, Facts, Table, Words, render
 from tests.support.page_data import HOSTILE, make_page_plan
 
@@ -25,13 +27,29 @@ def plan_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "PLAN"],
+        ["compare", "gpt2"],
+        ["report", "no/such/directory"],
+        ["simulate", "gpt2", "--mtbf", "1h", "--storage", "1GB/s"],
+    ],
+    ids=lambda arguments: str(arguments[0]),
+)
 def test_without_plotly_one_line_says_how_to_get_it(
-    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    plan_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setattr(planning, "planner_for", None)  # it is said before any planning
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     page._plotly.cache_clear()
-    assert main(["show", str(plan_file), "--html", str(tmp_path / "page.html")]) == FAILED
+    real = [str(plan_file) if one == "PLAN" else one for one in arguments]
+    assert main([*real, "--html", str(tmp_path / "page.html")]) == FAILED
     told = capsys.readouterr()
     assert told.err == "checkflow: pages need plotly, which is not installed: pip install 'checkflow[html]'\n"
     assert told.out == ""
@@ -42,6 +60,7 @@ def test_without_plotly_one_line_says_how_to_get_it(
     ("arguments", "code", "says"),
     [
         (["show", "PLAN", "--html", "TMP/no/page.html"], FAILED, "cannot write the page to TMP/no/page.html: No such"),
+        (["compare", "PLAN", "--html", "TMP/no/page.html"], FAILED, "cannot write the page to TMP/no/page.html: No "),
         (["show", "PLAN", "--html", "TMP"], FAILED, "cannot write the page to TMP: Is a directory"),
         (["report", "TMP", "--html", "TMP/page.html"], FAILED, "cannot read the report TMP/report.json: No such file"),
         (["report", "PLAN"], FAILED, "PLAN is no run report: "),
@@ -62,6 +81,7 @@ def test_what_cannot_be_shown_is_refused_in_one_line(
     told = capsys.readouterr()
     assert real(says) in told.err
     assert told.err.count("\n") == 1
+    assert bool(told.out) == ("cannot write" in says)  # the answer is not lost
     assert not (tmp_path / "page.html").exists()
 
 
@@ -116,3 +136,14 @@ def test_no_two_subjects_of_a_comparison_have_one_name() -> None:
     assert len(set(names)) == 4
     assert names[2] == "sample, 8.00 GB/s"
     assert names_of(rows[:1]) == ["sample"]
+
+
+def test_names_that_a_chart_must_cut_to_one_text_have_bars_of_their_own() -> None:
+    rows = [compare_plan("", make_page_plan(model="a" * 50 + middle + "z" * 50)) for middle in "xy"]
+    assert len({page.label(name, 60) for name in names_of(rows)}) == 1
+    found = re.search(r'id="charts">(.*?)</script>', comparison_page(rows), re.DOTALL)
+    assert found is not None
+    for chart in json.loads(found[1]):
+        axis = chart["layout"]["xaxis"]
+        assert len(set(axis["tickvals"])) == len(axis["ticktext"]) == 2
+        assert [trace["x"] for trace in chart["data"]] == [axis["tickvals"]] * 5

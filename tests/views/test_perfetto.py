@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections import defaultdict
@@ -22,10 +23,13 @@ from checkflow.core.errors import ReportError
 from checkflow.core.graph import AnchorKind
 from checkflow.core.plan import Plan
 from checkflow.core.training_step import TrainingStep
+from checkflow.runtime import reporter
+from checkflow.runtime.loop import phase_clock
 from checkflow.views import perfetto
 from checkflow.views.perfetto import LINK, SNAPSHOTS, TRAINING, Slice, nested, phase_of, plan_trace
 from tests.support.horizons import make_step, spread_plan, trace_job
 from tests.support.planned_jobs import plan_by_trace
+from tests.support.waiting import wait_for
 
 Events = list[dict[str, Any]]
 
@@ -186,6 +190,7 @@ def test_a_runs_copies_stand_beside_its_plans(
     code = main(["report", str(directory), "--plan", str(tmp_path / "plan.json"), "--perfetto", str(file)])
     captured = capsys.readouterr()
     assert (code, captured.err) == (FOUND, "")
+    assert captured.out.endswith(f"trace written to {file}\n")
     events = check_trace(file.read_text())
     titles = names_of(events, "process_name")
     assert list(titles.values()) == [
@@ -219,6 +224,38 @@ def test_without_its_plan_a_run_is_traced_alone(
     assert [title for title in titles if "planned" in title] == []
 
 
+def test_a_trace_of_another_run_than_the_newest_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], planned: Plan
+) -> None:
+    train(make_step(), tmp_path / "checkpoints", None)
+    file = tmp_path / "checkpoints" / "captures.json"
+    earlier = dataclasses.replace(capture_times.load(file), run_id="another")
+    file.write_bytes(capture_times.dumps(earlier))
+    assert main(["report", str(tmp_path / "checkpoints"), "--perfetto", str(tmp_path / "trace.json")]) == FOUND
+    assert capsys.readouterr().err == (
+        "checkflow: captures.json is of another run than the report's newest: the trace shows that one\n"
+    )
+
+
+def test_what_training_did_is_known_of_captures_that_the_clock_has_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phase_clock, "SPELLS_KEPT", 40)
+    monkeypatch.setattr(reporter, "REPORT_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(reporter, "MOST_SHARE", float("inf"))
+    ended: list[dict[str, float]] = []
+    step = make_step()
+    with Checkpointer(
+        step.models, step.optimizers, directory=tmp_path, every=20, on_report=ended.append
+    ) as checkpointer:
+        for number, _ in enumerate(checkpointer.steps(80)):
+            step.run(step.batch)
+            wait_for(lambda: len(ended) == number // 20)  # noqa: B023 - called at once
+    captures = capture_times.load(tmp_path / "captures.json").captures
+    assert [capture.step for capture in captures] == [40, 60, 80]
+    assert all(capture.training for capture in captures)
+
+
 def test_what_cannot_be_traced_is_said_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], planned: Plan
 ) -> None:
@@ -242,6 +279,13 @@ def test_times_that_contradict_themselves_are_refused(tmp_path: Path, planned: P
     text = (tmp_path / "captures.json").read_bytes()
     good = capture_times.loads(text, "x")
     assert len(good.captures) == 3
+    assert capture_times.loads(capture_times.dumps(good), "x") == good
+    many = dataclasses.replace(good, captures=good.captures * 2)
+    with pytest.raises(ReportError, match="x holds no times of captures: it has more than 3 captures"):
+        capture_times.loads(capture_times.dumps(many), "x")
+    large = dataclasses.replace(good.captures[0], copies=good.captures[0].copies[:1] * 2001)
+    with pytest.raises(ReportError, match=r"captures\.0: more than 2000 copies"):
+        capture_times.loads(capture_times.dumps(dataclasses.replace(good, captures=(large,))), "x")
     for place, value in (("arrived_seconds", 1e12), ("step", -1), ("begun_unix_seconds", -5.0)):
         plain = json.loads(text)
         plain["captures"][1][place] = value

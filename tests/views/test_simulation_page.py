@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from checkflow.cli.main import FOUND, main
+from checkflow.cli.main import FOUND, USAGE, main
 from checkflow.core import plan as plans
 from checkflow.core.plan import Plan
 from checkflow.simulate import scaling
-from checkflow.simulate.simulation import RunSpread
+from checkflow.simulate.simulation import RunSpread, check_size
 from checkflow.simulate.strategies import StorageSpeed, dcp_way
 from checkflow.views.page import write
 from checkflow.views.simulation import simulation_page
@@ -99,3 +99,16 @@ def test_the_command_writes_it_beside_its_table(
     assert "synchronous, least waste" in capsys.readouterr().out
     gpus, _ = charts_of((tmp_path / "page.html").read_text())
     assert {"synchronous, every 1 h", "DCP async_save, least waste"} <= {trace["name"] for trace in gpus["data"]}
+
+
+def test_what_a_page_cannot_simulate_is_refused_before_the_work(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans.save(plan, tmp_path / "plan.json")
+    asked = ["simulate", str(tmp_path / "plan.json"), "--mtbf", "30d", "--storage", "1GB/s", "--runs", "10"]
+    assert main([*asked, "--duration", "3650d", "--html", str(tmp_path / "page.html")]) == USAGE
+    told = capsys.readouterr()
+    assert "the page simulates runs with a failure every 15 min, too: ask for a --duration of at most 208 d" in told.err
+    assert told.out == ""
+    scaling.check_duration(208 * 86400.0)
+    check_size(min(scaling.MTBF_SECONDS), 208 * 86400.0, scaling.RUNS)
