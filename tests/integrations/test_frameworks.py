@@ -177,6 +177,7 @@ def fail_at(step: int) -> Any:
     return act
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("step", [5, 7])
 def test_trainer_goes_on_in_data_without_a_length(step: int, accumulated: int, tmp_path: Path) -> None:
