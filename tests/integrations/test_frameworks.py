@@ -136,6 +136,8 @@ def train(folder: Path, *act: Any, data: Any = None, **settings: Any) -> tuple[A
 
     from checkflow.integrations.transformers import attach
 
+    used: list[int] = []
+
     class Callback(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             for one in act:
@@ -150,7 +152,6 @@ def train(folder: Path, *act: Any, data: Any = None, **settings: Any) -> tuple[A
             used.extend(x.flatten().int().tolist())
             return {"loss": self.layer(x).sum()}
 
-    used: list[int] = []
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "hf"), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
         **{"per_device_train_batch_size": 2, **settings},
