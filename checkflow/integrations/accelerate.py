@@ -48,6 +48,7 @@ def checkpointer_of(
         raise UnsupportedError(
             f"checkflow does not save what {accelerator.distributed_type.value} holds: use DDP or fully_shard (FSDP 2)"
         )
+    refuse_parallelism(accelerator)
     if not accelerator._models:
         raise UnsupportedError("this Accelerator has prepared no model: call accelerator.prepare first")
     if isinstance(loader, TorchDataLoader):
@@ -63,3 +64,19 @@ def checkpointer_of(
         numbered("model", accelerator._models), numbered("optimizer", accelerator._optimizers), loader,
         directory=directory, state=objects | dict(state or {}), **options,
     )  # fmt: skip
+
+
+def refuse_parallelism(accelerator: Accelerator) -> None:
+    """Refuse FSDP 1, and ranks that share samples: a loader deals to each rank its own.
+
+    Raises:
+        UnsupportedError: the Accelerator has one of these.
+    """
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise UnsupportedError("checkflow does not save what FSDP 1 holds: set fsdp_version to 2")
+    parallelism = accelerator.parallelism_config
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        raise UnsupportedError(
+            "tensor, context and sequence parallelism by Accelerate: their ranks share samples, and checkflow deals "
+            "other samples to each; use DDP or fully_shard (FSDP 2)"
+        )

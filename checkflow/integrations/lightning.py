@@ -7,6 +7,7 @@ validation and logging belong to the iteration before it. A resumed fit goes on 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -15,18 +16,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
 
 from checkflow.api import Checkpointer
-from checkflow.core.errors import UnsupportedError
+from checkflow.core.errors import Preempted, UnsupportedError
 from checkflow.integrations.missing import missing
 from checkflow.integrations.numbered import numbered
 from checkflow.runtime.arguments import read_signals
+from checkflow.runtime.data.adapters.base import iterates_as_torch
 from checkflow.runtime.data.adapters.resumable import resumable
+from checkflow.runtime.data.adapters.stateful import StatefulLoader
 from checkflow.runtime.data.base import ResumableLoader
+from checkflow.runtime.data.loader import DataLoader
+from checkflow.runtime.data.order import Share
 from checkflow.runtime.state.collect import Stateful
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import (
+        BaseFinetuning,
+        EarlyStopping,
+        GradientAccumulationScheduler,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
+    from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
     from lightning.pytorch.loops import _Loop
     from lightning.pytorch.loops.fit_loop import RestartStage
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -36,6 +51,9 @@ try:
 except ModuleNotFoundError as error:
     raise missing("lightning", error) from None
 
+# They change the model, its optimizer or the loop in ways that no state has.
+_CHANGING = (BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging)
+logger = logging.getLogger("checkflow")
 _OPTIONS = frozenset(inspect.signature(Checkpointer).parameters) - {"model", "optimizer", "loader"}
 
 
@@ -73,7 +91,7 @@ class CheckflowCallback(Callback):  # type: ignore[misc]
         trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
         source = trainer.fit_loop._data_source
         if not isinstance(source.dataloader, _ResumableSource):
-            source.dataloader = _ResumableSource(source.dataloader)
+            source.dataloader = _ResumableSource(source.dataloader, trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.ckpt_path:
@@ -146,7 +164,8 @@ class _Progress:
                 counts["completed"] -= 1
         return {
             "loops": loops,
-            "should_stop": trainer.should_stop,
+            # Of an end that only this run's limits have caused, nothing: the next run may have others.
+            "should_stop": trainer.should_stop and (not loop._can_stop_early or _stopped_early(trainer)),
             "callbacks": {one.state_key: state for one in trainer.callbacks if (state := one.state_dict())},
             "metrics": dict(trainer._logger_connector._callback_metrics),
             "sums": _sums(loop.epoch_loop._results),
@@ -168,9 +187,10 @@ class _Progress:
         trainer._logger_connector._callback_metrics.update(state["metrics"])
         loop.epoch_loop._results = _Continued(state["sums"])
         if hooks := state["hooks"]:
+            checkpoint = {**_given(trainer), **hooks}
             for callback in trainer.callbacks:
-                callback.on_load_checkpoint(trainer, trainer.lightning_module, hooks)
-            trainer.lightning_module.on_load_checkpoint(hooks)
+                callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+            trainer.lightning_module.on_load_checkpoint(checkpoint)
         if trainer.datamodule and state["datamodule"]:
             trainer.datamodule.load_state_dict(state["datamodule"])
 
@@ -199,6 +219,11 @@ class _Continued(_ResultCollection):  # type: ignore[misc]
         for name, value in self.waiting.pop(key, {}).items():
             setattr(metric, name, value)
 
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        super().reset(metrics, fx)
+        if metrics is None:  # the epoch is over
+            self.waiting = {}
+
 
 def _sums(results: _ResultCollection) -> dict[str, Mapping[str, torch.Tensor]]:
     waiting = results.waiting if isinstance(results, _Continued) else {}
@@ -213,12 +238,23 @@ def _saved_by_hooks(trainer: Trainer) -> dict[str, Any]:
     overridden = type(module).on_save_checkpoint is not LightningModule.on_save_checkpoint
     if not (callbacks or overridden):
         return {}
-    given = {"state_dict": module.state_dict(), "epoch": trainer.current_epoch, "global_step": trainer.global_step}
+    given = _given(trainer)
     checkpoint = dict(given)
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
-    return {name: value for name, value in checkpoint.items() if name not in given}
+    return {name: value for name, value in checkpoint.items() if name not in given or value is not given[name]}
+
+
+def _given(trainer: Trainer) -> dict[str, Any]:
+    """Of what a checkpoint of Lightning's has, what its hooks read."""
+    weights = trainer.lightning_module.state_dict()
+    return {"state_dict": weights, "epoch": trainer.current_epoch, "global_step": trainer.global_step}
+
+
+def _stopped_early(trainer: Trainer) -> bool:
+    ones = (one for one in trainer.callbacks if isinstance(one, EarlyStopping))
+    return any(one.stopping_reason != EarlyStoppingReason.NOT_STOPPED for one in ones)
 
 
 def _is_within_epoch(trainer: Trainer) -> bool:
@@ -228,6 +264,17 @@ def _is_within_epoch(trainer: Trainer) -> bool:
 
 def _refuse(trainer: Trainer) -> None:
     """Refuse what cannot resume exactly."""
+    if not isinstance(trainer, Trainer):
+        raise UnsupportedError(
+            f"the Trainer is one of {type(trainer).__module__.partition('.')[0]}, another package: import "
+            "lightning.pytorch in its place"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, _CHANGING):
+            raise UnsupportedError(
+                f"checkflow does not save what the callback {type(callback).__name__} changes as training goes on: "
+                "leave it out"
+            )
     strategy = trainer.strategy
     known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy)
     if not known or isinstance(strategy, DeepSpeedStrategy):
@@ -249,8 +296,8 @@ def _refuse(trainer: Trainer) -> None:
 class _ResumableSource:
     """Where Lightning takes its training loader from: the user's, made resumable."""
 
-    def __init__(self, source: Callable[[], Any]) -> None:
-        self._source = source
+    def __init__(self, source: Callable[[], Any], trainer: Trainer) -> None:
+        self._source, self._trainer = source, trainer
 
     def __call__(self) -> ResumableLoader:
         loader = self._source()
@@ -259,13 +306,34 @@ class _ResumableSource:
                 f"there are several training loaders, in a {type(loader).__name__}, and CheckflowCallback saves the "
                 "place of one: make one loader of them"
             )
-        loader = resumable(loader)
+        loader = _dealt(loader, self._trainer)
         if loader.batches is None:
             raise UnsupportedError(
                 "the training loader has no length, so Lightning fetches ahead of what it uses: give its data "
                 "set __len__"
             )
         return loader
+
+
+def _dealt(loader: Any, trainer: Trainer) -> ResumableLoader:
+    """Resumable; it deals to the ranks as Lightning would."""
+    if trainer.world_size == 1:
+        return resumable(loader)
+    ranks = trainer.strategy.distributed_sampler_kwargs  # of tensor-parallel ones, all have the same samples
+    share = Share(ranks["rank"], ranks["num_replicas"])
+    deals = trainer._accelerator_connector.use_distributed_sampler
+    if isinstance(loader, DataLoader) and deals and loader.share != share:
+        raise UnsupportedError(
+            f"the training loader deals to {loader.share.world_size} ranks, and Lightning has {share.world_size} that "
+            "get samples of their own: give it rank and world_size, or pass a loader of torch's"
+        )
+    if not isinstance(loader, TorchDataLoader) or isinstance(loader.dataset, IterableDataset):
+        return resumable(loader)
+    if isinstance(loader, StatefulLoader) or not iterates_as_torch(loader):
+        return resumable(loader)
+    if not deals:  # the user's own sampler does
+        share = Share(0, 1)
+    return resumable(loader, rank=share.rank, world_size=share.world_size)
 
 
 def _training_loader(trainer: Trainer) -> ResumableLoader:
@@ -277,7 +345,14 @@ def _release_signals(trainer: Trainer, numbers: Iterable[signal.Signals]) -> Non
     """Take Lightning's handlers away of signals that checkflow handles: they would end training before its boundary."""
     if threading.current_thread() is not threading.main_thread():
         return
-    handlers = trainer._signal_connector._original_handlers
+    connector = trainer._signal_connector
+    handlers = connector._original_handlers
     for number in numbers:
-        if isinstance(signal.getsignal(number), _HandlersCompose) and handlers.get(number) is not None:
+        now = signal.getsignal(number)
+        if isinstance(now, _HandlersCompose) and handlers.get(number) is not None:
+            if connector._slurm_sigusr_handler_fn in now.signal_handlers:
+                logger.warning(
+                    "Lightning does not requeue this SLURM job: checkflow handles %s; requeue it where it ends with "
+                    "exit code %d, or leave the signal out of signals=", number.name, Preempted.EXIT_CODE,
+                )  # fmt: skip
             signal.signal(number, handlers[number])

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from checkflow.api import Checkpointer
 from checkflow.core.errors import UnsupportedError
+from checkflow.integrations.accelerate import refuse_parallelism
 from checkflow.integrations.missing import missing
 from checkflow.runtime.data.adapters.resumable import resumable
 from checkflow.runtime.data.base import ResumableLoader
@@ -39,7 +40,8 @@ def attach(trainer: Trainer, directory: str | os.PathLike[str], **options: Any) 
     """Have each ``trainer.train()`` checkpointed by checkflow, and go on where the last run stopped.
 
     Args:
-        trainer: of any subclass, with its own loader, optimizer and scheduler, or with yours.
+        trainer: with its own loader, optimizer and scheduler, or with yours; of a subclass, if it has not replaced
+            ``train``, ``get_train_dataloader`` or the inner loops by ones of another kind.
         directory: where checkpoints go, on storage that all processes see.
         options: of :class:`checkflow.Checkpointer`, such as ``every``; ``state`` for further objects to save.
 
@@ -65,8 +67,8 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._options = trainer, options
         self.checkpointer: Checkpointer | None = None
         self._loader: ResumableLoader | None = None
-        self._resumed_step = 0
-        self._marked = self._batches = 0  # the last step that was marked, and batches of the one that goes on
+        self._resumed = False
+        self._marked = self._batches = 0  # the last step that was marked, and batches since
 
     def around(self, name: str) -> Callable[..., Any]:
         inner, outer = getattr(self._trainer, name), getattr(self, name)
@@ -79,6 +81,11 @@ class Attached(TrainerCallback):  # type: ignore[misc]
     # Around Trainer's methods
 
     def train(self, inner: Callable[..., Any], resume_from_checkpoint: Any = None, *rest: Any, **keywords: Any) -> Any:
+        if (rest[0] if rest else keywords.get("trial")) is not None:
+            raise UnsupportedError(
+                "hyperparameter_search trains many models, and checkflow's directory has one: attach to the Trainer "
+                "that trains with what was found"
+            )
         if resume_from_checkpoint:
             raise UnsupportedError(
                 "train(resume_from_checkpoint=…) and checkflow would both restore the job: leave it out; checkflow "
@@ -114,15 +121,37 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         if trainer.control.should_training_stop:
             return
-        if self._resumed_step:
-            epoch, steps = divmod(self._resumed_step, keywords["num_update_steps_per_epoch"])
+        if self._resumed:
+            assert self._loader is not None
+            epoch, batches = self._first_place(keywords["num_update_steps_per_epoch"])
             if keywords["epoch"] < epoch:
                 return
-            batches = steps * trainer.args.gradient_accumulation_steps
+            self._resumed = False
             keywords |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": batches}
             keywords["resume_from_checkpoint"] = self._options["directory"]
         inner(**keywords)
         self._mark()
+        if trainer.control.should_epoch_stop and not trainer.control.should_training_stop:
+            raise UnsupportedError(
+                "should_epoch_stop leaves an epoch, of which some batches were fetched already: a resume would not "
+                "find its place; leave it out, or set should_training_stop"
+            )
+
+    def _first_place(self, steps_per_epoch: int) -> tuple[int, int]:
+        """The epoch and its used batches, where the loader goes on."""
+        loader, state = self._loader, self._trainer.state
+        accumulated = self._trainer.args.gradient_accumulation_steps
+        assert loader is not None
+        epoch, batches = loader.epoch, loader.used_batches()
+        if loader.exhausted or batches == loader.batches:
+            epoch, batches = epoch + 1, 0
+        steps = epoch * steps_per_epoch + batches // accumulated
+        if batches % accumulated or (loader.batches is not None and steps != state.global_step):
+            raise UnsupportedError(
+                f"the checkpoint is of step {state.global_step}, {batches} batches into epoch {epoch}, where these "
+                "arguments make other steps: keep batch size, gradient_accumulation_steps and the number of processes"
+            )
+        return epoch, batches
 
     # Callbacks, before all others
 
@@ -138,13 +167,15 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         options = {**self._options, "state": objects | dict(self._options.get("state") or {})}
         self.checkpointer = Checkpointer(trainer.model_wrapped, trainer.optimizer, self._loader, **options)
         self.checkpointer.step(0)
-        self._resumed_step = trainer.state.global_step if self.checkpointer.resumed_from else 0
-        self._marked = trainer.state.global_step
+        self._resumed = self.checkpointer.resumed_from is not None
+        self._marked, self._batches = trainer.state.global_step, 0
+        if trainer.state.global_step >= trainer.state.max_steps:
+            trainer.control.should_training_stop = True
         return trainer.control
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._mark()
-        self._batches = self._trainer.current_gradient_accumulation_steps
+        self._batches += self._trainer.current_gradient_accumulation_steps
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self.checkpointer is not None
@@ -156,6 +187,7 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         if self._trainer.state.global_step != self._marked:
             self._marked = self._trainer.state.global_step
             self.checkpointer.step(self._batches)
+            self._batches = 0
 
 
 class _Progress:
@@ -174,7 +206,9 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         state = dataclasses.asdict(self._trainer.state)
+        stops = self._trainer.control.should_training_stop
         return {
+            "stopped": stops and state["global_step"] < state["max_steps"],  # early; a later run may have more steps
             "state": {name: state[name] for name in _PROGRESS},
             "losses": {name: getattr(self._trainer, name) for name in _LOSSES},
             "flos": self._trainer.current_flos,
@@ -190,6 +224,7 @@ class _Progress:
         for name, value in saved["losses"].items():
             setattr(trainer, name, value.to(trainer.args.device) if name == "_tr_loss" else value)
         trainer.current_flos = saved["flos"]
+        trainer.control.should_training_stop = saved["stopped"]
         for name, ones in self._callbacks().items():
             for one, attributes in zip(ones, saved["callbacks"].get(name, ()), strict=False):
                 vars(one).update(attributes)
@@ -201,7 +236,17 @@ def _refuse(trainer: Trainer) -> None:
         raise UnsupportedError("auto_find_batch_size changes what a saved place means: leave it out")
     if arguments.ignore_data_skip:
         raise UnsupportedError("ignore_data_skip=True would use samples again after a resume: leave it out")
+    if arguments.eval_on_start:
+        raise UnsupportedError("eval_on_start=True would evaluate at each resume: leave it out")
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError("checkflow does not save what DeepSpeed's engine holds: use DDP or fully_shard (FSDP 2)")
+    refuse_parallelism(trainer.accelerator)
+    for option in ("split_batches", "dispatch_batches"):
+        if getattr(trainer.accelerator, option):
+            raise UnsupportedError(f"accelerator_config has {option}: leave it out; checkflow deals the samples itself")
+    if arguments.train_sampling_strategy == "batch_rebalance" and trainer.accelerator.num_processes > 1:
+        raise UnsupportedError(
+            "train_sampling_strategy='batch_rebalance' deals to the processes, as checkflow does: choose another"
+        )
     if arguments.parallel_mode.value == "not_distributed":
         raise UnsupportedError("several GPUs in one process (DataParallel): start one process a GPU with torchrun")

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import callbacks
 
 from checkflow.core.errors import UnsupportedError
+from tests.support.jobs import KILLS
 from tests.support.programs.framework_jobs import EPOCHS, JOBS, SAMPLES
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +56,7 @@ def assert_same(one: Any, other: Any, place: str = "") -> None:
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, place
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", JOBS)
 def test_killed_anywhere_and_asked_to_end_a_job_ends_the_same(name: str, kills: int, tmp_path: Path) -> None:
     ends = run(name, tmp_path, kills)
@@ -95,7 +98,20 @@ def fit(
             self.layer = torch.nn.Linear(2, 1)
 
         def training_step(self, batch: Any, number: int) -> Any:
-            return self.layer(batch).sum()
+            loss = self.layer(batch).sum()
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            if self.current_epoch in (0, 2) and number == 0:
+                self.log("seldom", float(self.current_epoch), on_step=False, on_epoch=True)
+            return loss
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["epoch"] = -1  # replaces what was there
+            checkpoint["seen"] = checkpoint["global_step"]
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            assert checkpoint["epoch"] == -1
+            assert checkpoint["seen"] == checkpoint["global_step"]
+            assert checkpoint["state_dict"].keys() == self.state_dict().keys()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -107,11 +123,106 @@ def fit(
     callback = CheckflowCallback(folder, every=1, **options.pop("checkflow", {}))
     trainer = pl.Trainer(
         devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[callback], **{"max_epochs": 2, "accelerator": "cpu", **options},
+        callbacks=[callback, *options.pop("callbacks", ())], **{"max_epochs": 2, "accelerator": "cpu", **options},
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2) if loader is None else loader
     trainer.fit(Iterating() if iterating else Module(), loader, ckpt_path=ckpt_path)
     return trainer, callback
+
+
+def train(folder: Path, *act: Any, data: Any = None, **settings: Any) -> tuple[Any, list[int]]:
+    """A short training of Trainer's in this process; returns it, and the samples of each step."""
+    import transformers
+
+    from checkflow.integrations.transformers import attach
+
+    used: list[int] = []
+
+    class Callback(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            for one in act:
+                one(state.global_step, control)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            used.extend(x.flatten().int().tolist())
+            return {"loss": self.layer(x).sum()}
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder / "hf"), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        **{"per_device_train_batch_size": 2, **settings},
+    )  # fmt: skip
+    data = [{"x": torch.tensor([float(number)])} for number in range(6)] if data is None else data
+    trainer = transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[Callback()])
+    attach(trainer, folder / "all", every=1)
+    trainer.train()
+    return trainer, used
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Five batches of two, and no length."""
+
+    def __iter__(self) -> Any:
+        return iter([{"x": torch.tensor([float(number)])} for number in range(10)])
+
+
+def fail_at(step: int) -> Any:
+    def act(now: int, control: Any) -> None:
+        if now == step:
+            raise InterruptedError
+
+    return act
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("step", [5, 7])
+def test_trainer_goes_on_in_data_without_a_length(step: int, accumulated: int, tmp_path: Path) -> None:
+    settings = {"data": Stream(), "max_steps": 9, "gradient_accumulation_steps": accumulated}
+    whole, used = train(tmp_path / "whole", **settings)
+    with pytest.raises(InterruptedError):
+        train(tmp_path / "cut", fail_at(step), **settings)
+    again, rest = train(tmp_path / "cut", **settings)
+    assert len(rest) < len(used)
+    assert rest == used[-len(rest) :]
+    assert again.state.global_step == whole.state.global_step == 9
+
+
+def test_a_finished_training_is_over_until_it_has_more_steps(tmp_path: Path) -> None:
+    _, used = train(tmp_path / "whole", max_steps=8)
+    _, first = train(tmp_path / "cut", max_steps=4)
+    again, none = train(tmp_path / "cut", max_steps=4)
+    assert (again.state.global_step, none) == (4, [])
+    assert first + train(tmp_path / "cut", max_steps=8)[1] == used
+
+
+def test_a_training_that_stopped_early_is_over(tmp_path: Path) -> None:
+    def stop(step: int, control: Any) -> None:
+        control.should_training_stop = True
+
+    train(tmp_path, stop, max_steps=4)
+    again, used = train(tmp_path, max_steps=4)
+    assert (again.state.global_step, used) == (1, [])
+
+
+@pytest.mark.parametrize("changed", [{"per_device_train_batch_size": 1}, {"gradient_accumulation_steps": 2}])
+def test_a_place_among_other_steps_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InterruptedError):
+        train(tmp_path, fail_at(3))
+    with pytest.raises(UnsupportedError, match="where these arguments make other steps"):
+        train(tmp_path, **changed)
+
+
+def test_leaving_an_epoch_is_refused(tmp_path: Path) -> None:
+    def leave(step: int, control: Any) -> None:
+        control.should_epoch_stop = True
+
+    with pytest.raises(UnsupportedError, match="should_epoch_stop leaves an epoch"):
+        train(tmp_path, leave)
 
 
 class Endless(torch.utils.data.IterableDataset[Any]):
@@ -127,6 +238,11 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "dataloader_iter": ("let it take batch", {"iterating": True}),
     "new loaders": ("reload_dataloaders_every_n_epochs=…", {"reload_dataloaders_every_n_epochs": 1}),
     "the same batches": ("overfit_batches=…", {"overfit_batches": 1}),
+    "weight averaging": ("the callback EMAWeightAveraging changes", {"callbacks": [callbacks.EMAWeightAveraging()]}),
+    "accumulation": (
+        "the callback GradientAccumulationScheduler changes",
+        {"callbacks": [callbacks.GradientAccumulationScheduler({1: 2})]},
+    ),
     "FSDP 1": ("does not save what FSDPStrategy holds", {"strategy": "fsdp", "accelerator": "cuda"}),
 }
 
@@ -138,6 +254,49 @@ def test_lightning_used_wrongly(name: str, tmp_path: Path) -> None:
         pytest.skip("Lightning's FSDPStrategy needs a GPU")
     with pytest.raises(UnsupportedError, match=re.escape(message).replace("…", ".*")):
         fit(tmp_path, **options)
+
+
+def test_another_package_of_lightning_s_is_named() -> None:
+    from checkflow.integrations.lightning import _refuse
+
+    other = type("Trainer", (), {"__module__": "pytorch_lightning.trainer.trainer"})()
+    with pytest.raises(UnsupportedError, match="one of pytorch_lightning, another package"):
+        _refuse(other)
+
+
+class At(callbacks.Callback):  # type: ignore[misc]
+    """Does something before a batch of an epoch."""
+
+    def __init__(self, epoch: int, batch: int, act: Any) -> None:
+        self.place, self.act = (epoch, batch), act
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+        if (trainer.current_epoch, number) == self.place:
+            self.act(trainer)
+
+
+def fail(trainer: Any) -> None:
+    raise InterruptedError
+
+
+def test_sums_of_an_epoch_before_a_resume_count_in_no_later_one(tmp_path: Path) -> None:
+    with pytest.raises(InterruptedError):
+        fit(tmp_path, max_epochs=3, callbacks=[At(0, 2, fail)])
+    trainer, callback = fit(tmp_path, max_epochs=3)
+    assert callback.checkpointer.resumed_from in (1, 2)
+    assert trainer.callback_metrics["seldom"] == 2
+
+
+def test_a_fit_that_a_limit_ended_goes_on_and_one_that_stopped_early_does_not(tmp_path: Path) -> None:
+    def stop(trainer: Any) -> None:
+        trainer.should_stop = True
+
+    fit(tmp_path / "limit", callbacks=[At(0, 1, stop)])
+    assert fit(tmp_path / "limit")[0].global_step == 6
+    early = [fit(tmp_path / "early", max_epochs=9, callbacks=[
+        callbacks.EarlyStopping("loss", patience=1, mode="max", check_on_train_epoch_end=True)
+    ])[0].global_step for _ in range(2)]  # fmt: skip
+    assert early == [6, 6]
 
 
 def test_lightning_s_own_checkpoint_beside_ours(tmp_path: Path) -> None:
@@ -161,6 +320,22 @@ def test_a_longer_fit_goes_on_within_its_epoch(tmp_path: Path) -> None:
     assert (trainer.current_epoch, callback.checkpointer.loader.epoch) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("version", "tensor_parallel", "message"), [(1, 1, "what FSDP 1 holds"), (2, 2, "their ranks share samples")]
+)
+def test_parallelism_of_accelerate_s(version: int, tensor_parallel: int, message: str) -> None:
+    from accelerate import DistributedType, ParallelismConfig
+
+    from checkflow.integrations.accelerate import refuse_parallelism
+
+    parallelism = ParallelismConfig(tp_size=tensor_parallel)
+    one: Any = SimpleNamespace(
+        distributed_type=DistributedType.FSDP, is_fsdp2=version == 2, parallelism_config=parallelism
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        refuse_parallelism(one)
+
+
 def test_accelerate_used_wrongly(tmp_path: Path) -> None:
     from accelerate import Accelerator
 
@@ -180,6 +355,8 @@ def test_accelerate_used_wrongly(tmp_path: Path) -> None:
         ({}, "some", "leave it out; checkflow goes on from its own directory"),
         ({"ignore_data_skip": True}, None, "would use samples again"),
         ({"auto_find_batch_size": True}, None, "auto_find_batch_size"),
+        ({"eval_on_start": True}, None, "eval_on_start"),
+        ({"accelerator_config": {"split_batches": True}}, None, "split_batches: leave it out"),
     ],
 )
 def test_trainer_used_wrongly(settings: dict[str, Any], resume: str | None, message: str, tmp_path: Path) -> None:

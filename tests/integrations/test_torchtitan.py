@@ -14,10 +14,10 @@ from torch import nn
 
 from checkflow.core.errors import MismatchError, Preempted, UnsupportedError
 from checkflow.integrations.torchtitan import CheckpointManager, _Place
+from tests.support.jobs import KILLS
 from tests.support.ranks.jobs import RankJob, rank_job
 
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "torchtitan_job.py"
-KILLS = int(os.environ.get("CHECKFLOW_KILLS", "6"))  # 30 by hand
 
 
 def run(folder: Path, directory: Path, manager: str, steps: int, **options: Any) -> AbstractContextManager[RankJob]:

@@ -194,12 +194,15 @@ if __name__ == "__main__":
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"), debug=DebugConfig(seed=3),
     ).build()  # fmt: skip
-    try:
+    try:  # as torchtitan's train.py does: what is no Exception, such as Preempted, closes nothing
         trainer.train()
         weights: list[Any] = list(trainer.model_parts[0].parameters())
         states = trainer.optimizers.optimizers[0].state
         weights += [states[one][name] for one in list(weights) for name in sorted(states[one])]
         tell("ended", step=trainer.step, seen=trainer.ntokens_seen, digest=digest(weights))
-    finally:
+    except Exception:
         trainer.close()
-    torch.distributed.destroy_process_group()
+        raise
+    else:
+        trainer.close()
+        torch.distributed.destroy_process_group()
