@@ -187,6 +187,7 @@ def main() -> None:
                 if "planned" in options and checkpointer.iteration == 8:
                     plans = Path(directory) / "plans" / f"{rank:05d}-of-{dist.get_world_size():05d}"
                     wait_for(lambda: list(plans.glob("*.json")))  # noqa: B023
+                    time.sleep(1)  # until the process that has made it says so
             if "surgery" in options:
                 model.load_state_dict({name: 2 * value for name, value in model.named_parameters()}, strict=False)
     except BaseException as error:
