@@ -12,9 +12,23 @@ import torch
 def is_generator(value: Any) -> bool:
     """Whether it is a random generator whose state can be saved: not the system's."""
     kind = type(value)  # isinstance would wake lazy objects of other libraries
+    return issubclass(kind, _kinds()) and not issubclass(kind, random.SystemRandom)
+
+
+def generator_types() -> set[type]:
+    """Every type whose objects :func:`is_generator` may accept."""
+    found, left = set[type](), list(_kinds())
+    while left:
+        if (kind := left.pop()) not in found:
+            found.add(kind)
+            left += kind.__subclasses__()
+    return found
+
+
+def _kinds() -> tuple[type, ...]:
     numpy = sys.modules.get("numpy")  # a job without numpy has none of its generators
     kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return issubclass(kind, (random.Random, torch.Generator, *kinds)) and not issubclass(kind, random.SystemRandom)
+    return (random.Random, torch.Generator, *kinds)
 
 
 def generator_state(generator: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from checkflow.core.generators import generator_state, is_generator
+from checkflow.core.generators import generator_state, generator_types, is_generator
 from checkflow.core.planner_api import Carried
 from checkflow.core.state import dtype_name, module_names
 from checkflow.planner.iteration.read_numbers import user_place
@@ -56,7 +56,7 @@ class CarriedWatch:
                 self._storages[address] = weakref.ref(storage, functools.partial(self._drop, address))
         self._advice: dict[int, str] = {}
         # Python's collector does not track torch.Generator: only named ones are seen.
-        generators = {id(one): one for one in find_objects(is_generator)}
+        generators = {id(one): one for one in find_objects(generator_types()) if is_generator(one)}
         for held, advice in _held_by_name(models):
             for leaf in pytree.tree_leaves(held) if type(held) in (list, tuple, dict) else (held,):
                 if is_generator(leaf):

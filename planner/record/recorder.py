@@ -119,10 +119,9 @@ class IterationRecorder:
 
 def held_tensors(device: torch.device) -> list[torch.Tensor]:
     """Return every tensor on this device that a Python object refers to: a loop's logits, averages, caches."""
-    kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
-    # type(): isinstance would wake lazy objects of other libraries.
-    found = find_objects(lambda value: type(value) in kinds and value.device == device)
-    return [tensor for tensor in found if tensor.layout is torch.strided]
+    # By exact types: isinstance would wake lazy objects of other libraries.
+    found = find_objects((torch.Tensor, nn.Parameter, nn.Buffer))
+    return [tensor for tensor in found if tensor.device == device and tensor.layout is torch.strided]
 
 
 class _LivePlaces:

@@ -11,23 +11,35 @@ class Wanted:
     pass
 
 
-def test_no_other_thread_runs_while_the_list_of_all_is_alive() -> None:
-    wanted, stop, counts, seen = Wanted(), threading.Event(), [0], set[int]()
+class Other(Wanted):
+    pass
 
-    def count() -> None:
+
+def test_exact_types_are_found() -> None:
+    wanted, other = [Wanted(), Wanted()], Other()
+    assert {id(one) for one in find_objects([Wanted])} == {id(one) for one in wanted}
+    assert find_objects([Other]) == [other]
+    assert find_objects([]) == []
+
+
+def test_no_thread_fails_that_builds_a_tuple_meanwhile() -> None:
+    """CPython raises SystemError there, if anybody refers to the tuple."""
+    stop, errors, built = threading.Event(), list[SystemError](), [0]
+
+    def build() -> None:
         while not stop.is_set():
-            counts[0] += 1
+            try:
+                built[0] += len(tuple(number for number in range(2000)))
+            except SystemError as error:
+                errors.append(error)
 
-    def look(value: object) -> bool:
-        seen.add(counts[0])
-        return type(value) is Wanted
-
-    thread = threading.Thread(target=count)
+    thread = threading.Thread(target=build)
     thread.start()
     try:
-        found = find_objects(look)
+        for _ in range(3):
+            find_objects([Wanted])
     finally:
         stop.set()
         thread.join()
-    assert found == [wanted]
-    assert len(seen) == 1
+    assert built[0]
+    assert errors == []
