@@ -56,7 +56,8 @@ def assert_same(one: Any, other: Any, place: str = "") -> None:
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, place
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(KILLS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [KILLS])
 @pytest.mark.parametrize("name", JOBS)
 def test_killed_anywhere_and_asked_to_end_a_job_ends_the_same(name: str, kills: int, tmp_path: Path) -> None:
     ends = run(name, tmp_path, kills)
@@ -192,6 +193,7 @@ def test_trainer_goes_on_in_data_without_a_length(step: int, accumulated: int, t
     assert again.state.global_step == whole.state.global_step == 9
 
 
+@pytest.mark.slow
 def test_a_finished_training_is_over_until_it_has_more_steps(tmp_path: Path) -> None:
     _, used = train(tmp_path / "whole", max_steps=8)
     _, first = train(tmp_path / "cut", max_steps=4)
