@@ -21,7 +21,7 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import PlanError, UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import PlanLimits, Planner
-from checkflow.core.run_report import to_dict
+from checkflow.core.reports.run_report import to_dict
 from checkflow.core.state import as_models, as_optimizers
 from checkflow.runtime import resources
 from checkflow.runtime.arguments import (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from checkflow.core import run_report
 from checkflow.core.errors import CheckflowError, ReportError, StorageError
+from checkflow.core.reports import run_report
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import MANIFEST, MAX_STEP, owner_of
 from checkflow.runtime.memory_tier.orphans import left_step

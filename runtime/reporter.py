@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from checkflow.core import capture_times, run_report
-from checkflow.core.capture_times import CaptureFile
 from checkflow.core.errors import ReportError
-from checkflow.core.run_history import HeldIterations, HistoryPoint, extended
-from checkflow.core.run_report import (
+from checkflow.core.reports import capture_times, run_report
+from checkflow.core.reports.capture_times import CaptureFile
+from checkflow.core.reports.run_history import HeldIterations, HistoryPoint, extended
+from checkflow.core.reports.run_report import (
     FILE,
     KEPT_RUNS,
     AllRanks,

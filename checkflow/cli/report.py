@@ -29,7 +29,7 @@ def report(
     --perfetto writes the copies of the last captures, with those that the plan foresees beside them.
     """
     from checkflow.cli.tables import run as run_table
-    from checkflow.core import run_report
+    from checkflow.core.reports import run_report
 
     expect_page(html)
     path = Path(directory) / run_report.FILE if Path(directory).is_dir() else Path(directory)
@@ -48,7 +48,7 @@ def report(
 
 
 def _trace_of(directory: Path, run_id: str, plan: Path | None) -> list[dict[str, Any]]:
-    from checkflow.core import capture_times
+    from checkflow.core.reports import capture_times
     from checkflow.views.perfetto import run_trace
 
     times = capture_times.load(directory / capture_times.FILE)
@@ -85,14 +85,14 @@ def _plans_of(directory: Path, given: Path | None, wanted: set[str]) -> dict[str
 
 def reports_of_directories(subjects: Sequence[str]) -> list[str]:
     """Replace each directory of checkpoints by the report in it."""
-    from checkflow.core.run_report import FILE
+    from checkflow.core.reports.run_report import FILE
 
     return [str(inside) if (inside := Path(subject) / FILE).is_file() else subject for subject in subjects]
 
 
 def any_report(subjects: Sequence[str]) -> bool:
     """Whether a subject is a run's report, or named like one."""
-    from checkflow.core.run_report import FILE, is_report
+    from checkflow.core.reports.run_report import FILE, is_report
 
     return any(Path(subject).name == FILE or is_report(subject) for subject in subjects if subject.endswith(".json"))
 
@@ -106,8 +106,8 @@ def compare_reports(subjects: Sequence[str], *, as_json: bool) -> None:
     """
     from checkflow.cli.tables import run as run_table
     from checkflow.core import plan as plans
-    from checkflow.core import run_report
-    from checkflow.core.run_comparison import compare_run
+    from checkflow.core.reports import run_report
+    from checkflow.core.reports.run_comparison import compare_run
     from checkflow.planner.schedule.replay import check_plan
 
     models = [subject for subject in subjects if not subject.endswith(".json")]

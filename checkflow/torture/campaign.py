@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from checkflow.core.errors import Preempted
-from checkflow.core.run_report import RunReport
+from checkflow.core.reports.run_report import RunReport
 from checkflow.core.units import format_size
 from checkflow.runtime.memory_tier.orphans import memory_of
 from checkflow.runtime.store.files import step_name

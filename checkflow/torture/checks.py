@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from checkflow.core import run_report
 from checkflow.core.errors import CorruptCheckpointError, LockedError, ReportError, StorageError
-from checkflow.core.run_report import RunReport
+from checkflow.core.reports import run_report
+from checkflow.core.reports.run_report import RunReport
 from checkflow.runtime.format.manifest import MANIFEST
 from checkflow.runtime.store.cleanup import BROKEN, DRAFT, SUPERSEDED, is_leftover
 from checkflow.runtime.store.files import REPLACED, parse_step, step_name

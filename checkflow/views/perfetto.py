@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from checkflow.core.capture_times import CaptureFile, CaptureTimes
 from checkflow.core.errors import CheckflowError, PlanError
 from checkflow.core.graph import AnchorKind
 from checkflow.core.plan import Chunk, Plan
+from checkflow.core.reports.capture_times import CaptureFile, CaptureTimes
 from checkflow.core.timeline import Step
 from checkflow.planner.schedule.replay import snapshot_stall_seconds
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from checkflow.core.run_comparison import compare_run
-from checkflow.core.run_report import AllRanks, PhaseTimes, RunReport
+from checkflow.core.reports.run_comparison import compare_run
+from checkflow.core.reports.run_report import AllRanks, PhaseTimes, RunReport
 from checkflow.core.units import format_seconds, format_size, format_time
 from checkflow.views import palette
 from checkflow.views.page import Chart, Fact, Facts, Part, Table, Words, label, render

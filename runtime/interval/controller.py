@@ -11,7 +11,7 @@ import logging
 import math
 from collections import deque
 
-from checkflow.core.run_report import Frequency, FrequencyChange
+from checkflow.core.reports.run_report import Frequency, FrequencyChange
 from checkflow.core.units import format_seconds, format_time
 from checkflow.runtime.interval.algorithm import Asked, Costs, Intervals, choose
 from checkflow.runtime.interval.clock_schedule import ByTime

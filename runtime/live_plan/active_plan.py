@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 from checkflow.core.errors import CheckflowError, MismatchError, PlanError
 from checkflow.core.plan import Plan
-from checkflow.core.run_report import PlanInForce, PlanningReport, PlanSource, promises_of
+from checkflow.core.reports.run_report import PlanInForce, PlanningReport, PlanSource, promises_of
 from checkflow.core.units import format_seconds, format_stall
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.live_plan.planning import Arrival, Planning

@@ -18,7 +18,7 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError, PlanError, TraceError
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import PendingPlan, PlanLimits, Planner, PlanResponse, RankParts, Recorder
-from checkflow.core.run_report import PlanSource
+from checkflow.core.reports.run_report import PlanSource
 from checkflow.core.state import TrainingState, implementation_options, training_device, unwrap
 from checkflow.core.units import format_seconds
 from checkflow.runtime.job import compatibility

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.core.plan import Plan
-from checkflow.core.run_report import Frequency
+from checkflow.core.reports.run_report import Frequency
 from checkflow.core.state import dtype_name
 from checkflow.runtime.interval.algorithm import Asked, Costs
 from checkflow.runtime.interval.controller import Controller

@@ -7,7 +7,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from checkflow.core.capture_times import KEPT_CAPTURES, CaptureTimes, CopyTimes, Spell, StorageTimes, merge_copies
+from checkflow.core.reports.capture_times import (
+    KEPT_CAPTURES,
+    CaptureTimes,
+    CopyTimes,
+    Spell,
+    StorageTimes,
+    merge_copies,
+)
 from checkflow.runtime.persist.writer import Persisted
 from checkflow.runtime.snapshot.capturer import CaptureReport
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkflow.core.capture_times import KEPT_CAPTURES
 from checkflow.core.errors import CheckflowError, ConsistencyError, VoidCheckpointError
+from checkflow.core.reports.capture_times import KEPT_CAPTURES
 from checkflow.runtime.format.digest import Digest, digest_memory
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.snapshot.unwritten import WrittenError

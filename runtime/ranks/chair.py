@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from checkflow.core.run_report import RankCosts
+from checkflow.core.reports.run_report import RankCosts
 from checkflow.runtime.ranks import ending, records, starting
 from checkflow.runtime.ranks.receipts import wait_seconds
 from checkflow.runtime.ranks.records import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from checkflow.core.run_report import RankCosts
+from checkflow.core.reports.run_report import RankCosts
 from checkflow.runtime.ranks import records
 from checkflow.runtime.ranks.records import (
     Ack,

@@ -14,7 +14,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from checkflow.core.errors import StorageError, first_fault
 from checkflow.core.graph import STRICT, Many, Named
-from checkflow.core.run_report import RankCosts
+from checkflow.core.reports.run_report import RankCosts
 from checkflow.runtime.format.manifest import MAX_STEP
 
 Rank = Annotated[int, Field(ge=0, lt=2**20)]

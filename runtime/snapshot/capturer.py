@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkflow.core.capture_times import KEPT_CAPTURES
 from checkflow.core.errors import CheckflowError, ConsistencyError
 from checkflow.core.graph import BOUNDARY, AnchorKey
 from checkflow.core.plan import Plan
+from checkflow.core.reports.capture_times import KEPT_CAPTURES
 from checkflow.core.state import StateTensor, TrainingState
 from checkflow.runtime.format.digest import Digest, Digests
 from checkflow.runtime.format.layout import Layout, make_layout

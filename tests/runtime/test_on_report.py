@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkflow.api import Checkpointer
-from checkflow.core import run_report
+from checkflow.core.reports import run_report
 from checkflow.runtime import reporter
 from tests.support import wandb_stand_in
 from tests.support.horizons import make_step

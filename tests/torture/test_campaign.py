@@ -21,8 +21,8 @@ from rich.console import Console
 
 from checkflow.cli.main import main
 from checkflow.cli.tables.torture import torture_tables
-from checkflow.core import run_report
-from checkflow.core.run_report import RunReport
+from checkflow.core.reports import run_report
+from checkflow.core.reports.run_report import RunReport
 from checkflow.runtime.inspect import verify
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.store import Store

@@ -14,8 +14,8 @@ from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.cli.main import FOUND, main
 from checkflow.core import plan as plans
-from checkflow.core import run_report
-from checkflow.core.run_report import RankCosts, RunReport
+from checkflow.core.reports import run_report
+from checkflow.core.reports.run_report import RankCosts, RunReport
 from checkflow.core.units import format_seconds
 from checkflow.planner.schedule.baselines import baselines
 from checkflow.planner.schedule.compare import compare_plan

@@ -16,12 +16,12 @@ from hypothesis import given
 
 from checkflow.api import Checkpointer
 from checkflow.cli.main import FAILED, FOUND, main
-from checkflow.core import capture_times
 from checkflow.core import plan as plans
-from checkflow.core.capture_times import CopyTimes, merge_copies
 from checkflow.core.errors import ReportError
 from checkflow.core.graph import AnchorKind
 from checkflow.core.plan import Plan
+from checkflow.core.reports import capture_times
+from checkflow.core.reports.capture_times import CopyTimes, merge_copies
 from checkflow.core.training_step import TrainingStep
 from checkflow.runtime import reporter
 from checkflow.runtime.loop import phase_clock

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from checkflow.core.run_comparison import RunComparison
-from checkflow.core.run_report import AllRanks, RunReport
+from checkflow.core.reports.run_comparison import RunComparison
+from checkflow.core.reports.run_report import AllRanks, RunReport
 from checkflow.core.units import format_seconds, format_size
 from checkflow.views.run import LIVES_COLUMNS, lives_rows
 

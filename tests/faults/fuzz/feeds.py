@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkflow.core import capture_times, run_report
 from checkflow.core import plan as plans
+from checkflow.core.reports import capture_times, run_report
 from checkflow.planner.schedule import replay
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.interval.profile import Identity, ProfileCache

@@ -20,7 +20,7 @@ from checkflow.core.errors import CorruptCheckpointError, PlanError, ReportError
 from checkflow.core.machine.device import Device
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import PlannerInput
-from checkflow.core.run_report import ReportFile
+from checkflow.core.reports.run_report import ReportFile
 from checkflow.core.small_files import MOST_TIMES
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.interval.profile import KeptProfile

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from checkflow.cli.main import FOUND, main
-from checkflow.core import run_report
+from checkflow.core.reports import run_report
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import step_name

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from checkflow import Checkpointer
-from checkflow.core import run_report
 from checkflow.core.errors import CheckflowError
+from checkflow.core.reports import run_report
 from checkflow.runtime.format.manifest import EXTRA, MANIFEST
 from checkflow.runtime.interval import profile
 from checkflow.runtime.interval.algorithm import Costs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkflow.core.run_history import MOST_POINTS, HistoryPoint, extended
+from checkflow.core.reports.run_history import MOST_POINTS, HistoryPoint, extended
 
 
 def point(number: int, checkpoints: int, lag: int) -> HistoryPoint:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from checkflow.core.run_report import PlanInForce, RunReport
+from checkflow.core.reports.run_report import PlanInForce, RunReport
 from checkflow.core.units import format_rate, format_seconds, format_size
 
 Unit = Literal["seconds", "bytes", "bytes_per_second", "iterations"]

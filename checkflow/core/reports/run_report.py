@@ -16,7 +16,7 @@ from typing import Any, Literal
 from checkflow.core.errors import ReportError, first_fault
 from checkflow.core.graph import STRICT, Many
 from checkflow.core.plan import Plan
-from checkflow.core.run_history import HeldIterations, HistoryPoint
+from checkflow.core.reports.run_history import HeldIterations, HistoryPoint
 from checkflow.core.small_files import check_density, check_fields, read_object, read_regular
 
 FILE = "report.json"

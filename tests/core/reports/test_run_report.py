@@ -31,10 +31,10 @@ from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.cli.main import FAILED, FOUND, USAGE, main
 from checkflow.core import plan as plans
-from checkflow.core import run_report
 from checkflow.core.errors import ReportError
-from checkflow.core.run_history import HeldIterations
-from checkflow.core.run_report import RunReport
+from checkflow.core.reports import run_report
+from checkflow.core.reports.run_history import HeldIterations
+from checkflow.core.reports.run_report import RunReport
 from checkflow.runtime import log_handler, reporter, resources
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
@@ -46,7 +46,7 @@ from tests.support.simulated import rule_pace
 from tests.support.waiting import wait_for
 
 HELD = "checkpoints held training for 700 ms in 3 iterations,"
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-report.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "run-report.md"
 
 
 @pytest.fixture(autouse=True)
