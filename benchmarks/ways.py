@@ -280,7 +280,23 @@ class Staged(AtBoundaries):
         self._buffers.close()
 
 
-class Planned:
+class Reporting:
+    """What checkflow reports of itself."""
+
+    checkpointer: checkflow.Checkpointer
+
+    @property
+    def held_seconds(self) -> float:
+        seconds: float = sum(self.checkpointer.report()["held_seconds"].values())
+        return seconds
+
+    @property
+    def checkpoints(self) -> int:
+        captures: int = self.checkpointer.report()["captures"]
+        return captures
+
+
+class Planned(Reporting):
     """checkflow's Checkpointer on a job of its own.
 
     Args:
@@ -293,16 +309,6 @@ class Planned:
             step.models, step.optimizers, directory=directory, audit=0, on_error="raise", **options
         )
         self._steps: Iterator[int] = self.checkpointer.steps(2**31)
-
-    @property
-    def held_seconds(self) -> float:
-        seconds: float = sum(self.checkpointer.report()["held_seconds"].values())
-        return seconds
-
-    @property
-    def checkpoints(self) -> int:
-        captures: int = self.checkpointer.report()["captures"]
-        return captures
 
     @property
     def committed(self) -> int:

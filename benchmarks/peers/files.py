@@ -60,7 +60,23 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-class Files(AtBoundaries):
+class AtRest:
+    """Saves while training stands still."""
+
+    job: Job
+    settle: Callable[[], None]
+    _checkpoint: Callable[[int], None]
+
+    def save(self, ready: Callable[[], None] = nothing) -> None:
+        """Train once, call ``ready``, and save while training stands still; returns when it is durable."""
+        self.job.train()
+        self.settle()
+        ready()
+        self._checkpoint(0)
+        self.settle()
+
+
+class Files(AtRest, AtBoundaries):
     """A job whose library saves to a path.
 
     Args:
@@ -137,14 +153,6 @@ class Files(AtBoundaries):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-
-    def save(self, ready: Callable[[], None] = nothing) -> None:
-        """Train once, call ``ready``, and save while training stands still; returns when it is durable."""
-        self.job.train()
-        self.settle()
-        ready()
-        self._checkpoint(0)
-        self.settle()
 
     def restore(self) -> None:
         """Bring the newest version back."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import checkflow
-from benchmarks.peers.files import Saved, nothing
+from benchmarks.peers.files import AtRest, Saved, nothing
 from benchmarks.peers.job import Job
-from benchmarks.ways import PLAN_SECONDS, Staged
+from benchmarks.ways import PLAN_SECONDS, Reporting, Staged
 from checkflow.runtime.persist.writer import Durable
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.state.restore import resume_from
@@ -23,7 +23,7 @@ from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.store import Store
 
 
-class CheckFreq(Staged):
+class CheckFreq(AtRest, Staged):
     """One checkpoint is under way at a time.
 
     Args:
@@ -48,19 +48,11 @@ class CheckFreq(Staged):
         self.saved.append(Saved(self._begun, time.monotonic()))
         return path
 
-    def save(self, ready: Callable[[], None] = nothing) -> None:
-        """As :meth:`benchmarks.peers.files.Files.save`."""
-        self.job.train()
-        self.settle()
-        ready()
-        self._checkpoint(0)
-        self.settle()
-
     def restore(self) -> None:
         resume_from(self._store, "must", self.job.step.models, self.job.step.optimizers, {})
 
 
-class Checkflow:
+class Checkflow(Reporting):
     """A Checkpointer with ``every``, which makes its own plan. It is made, and resumes, when it first trains."""
 
     def __init__(self, job: Job, every: int, directory: Path) -> None:
@@ -99,16 +91,6 @@ class Checkflow:
             assert isinstance(steps, Generator)
             self._steps = steps
         next(self._steps)
-
-    @property
-    def held_seconds(self) -> float:
-        seconds: float = sum(self.checkpointer.report()["held_seconds"].values())
-        return seconds
-
-    @property
-    def checkpoints(self) -> int:
-        captures: int = self.checkpointer.report()["captures"]
-        return captures
 
     def prepare(self) -> str:
         """Train until the job has its plan; returns what it goes by then."""

@@ -12,34 +12,19 @@ from benchmarks.peers import libraries
 from benchmarks.peers.files import Saved
 from benchmarks.peers.job import Job
 from benchmarks.peers.own import Checkflow, CheckFreq
+from benchmarks.ways import Way
 
 
-class Peer(Protocol):
+class Peer(Way, Protocol):
     """One job whose checkpoints one peer makes."""
 
     saved: list[Saved]  # all that became durable
-
-    @property
-    def held_seconds(self) -> float:
-        """For which training has stood still so far."""
-
-    @property
-    def checkpoints(self) -> int:
-        """Begun so far."""
-
-    def run(self, iterations: int) -> list[float]:
-        """Train, with a checkpoint every so often; seconds of each iteration."""
-
-    def settle(self) -> None:
-        """Wait until the checkpoint under way is durable."""
 
     def save(self, ready: Callable[[], None] = ...) -> None:
         """Train once, call ``ready``, and save while training stands still; returns when it is durable."""
 
     def restore(self) -> None:
         """Bring the newest checkpoint back into the job's tensors; it is an error if there is none."""
-
-    def close(self) -> None: ...
 
 
 Make = Callable[[Job, int, Path], Peer]
