@@ -222,7 +222,8 @@ def test_headers_that_other_readers_refuse(header: bytes) -> None:
 
 
 def test_keys_with_line_breaks_make_messages_of_one_line(by_name: dict[str, Target], tmp_path: Path) -> None:
-    from checkflow.core import plan, run_report
+    from checkflow.core import plan
+    from checkflow.core.reports import run_report
 
     corpus = make_corpus(tmp_path)
     for data, read, kind in (
