@@ -42,7 +42,7 @@ from checkflow.runtime.data.order import BatchSteps, SampleSteps, Share, Steps, 
 from checkflow.runtime.data.process_generators import Reseed
 from checkflow.runtime.data.samplers import BLOCK, iterate_sampler, with_inner
 from checkflow.runtime.data.seeded_dataset import SeededDataset, derived_seed
-from checkflow.runtime.data.worker_processes import WorkerShield
+from checkflow.runtime.data.worker_processes import WorkerShield, end_persistent_workers
 
 logger = logging.getLogger("checkflow")
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # in ways that are not made here
@@ -306,13 +306,9 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
             )  # fmt: skip
 
     def end_workers(self) -> None:
-        """End workers that persist; iterating starts new ones.
-
-        They end at once as long as torch's iterator goes by itself. Where the collector takes it with a cycle of
-        references it takes its queues first, no worker learns of the end, and each costs torch's five seconds.
-        """
+        """End workers that persist; iterating starts new ones."""
         self._end_workers_in_time()
-        self._loader._iterator = None
+        end_persistent_workers(self._loader)
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """The state that goes on from this place, which may lie behind batches fetched ahead."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 from torch._C import _remove_worker_pids
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import ManagerWatchdog
 
 POLITE_SECONDS = 1.0  # between asking and killing, at most: only native code outlasts being asked
@@ -100,6 +101,17 @@ def has_ended(process: int) -> bool:
 def has_workers(iterator: object) -> bool:
     """Whether it is one of torch's or torchdata's that have processes."""
     return isinstance(getattr(iterator, "_workers", None), list) and hasattr(iterator, "_shutdown")
+
+
+def end_persistent_workers(loader: DataLoader[Any]) -> None:
+    """End the workers that torch's loader keeps between epochs; iterating starts new ones.
+
+    Not left to the iterator's destructor: a library that wraps loaders, such as Lightning, may keep the iterator.
+    """
+    iterator: Any = loader._iterator
+    loader._iterator = None
+    if iterator is not None:
+        iterator._shutdown_workers()
 
 
 def end_at_once(iterators: Iterable[Any], end: float) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from checkflow.runtime.data.base import ResumableLoader, cannot_go_on
 from checkflow.runtime.data.fork_guard import start_safely
 from checkflow.runtime.data.samplers import with_inner
-from checkflow.runtime.data.worker_processes import WorkerShield
+from checkflow.runtime.data.worker_processes import WorkerShield, end_persistent_workers
 from checkflow.runtime.state.collect import capture_generators, restore_generators
 
 END: Final = object()  # in the place of a batch
@@ -120,7 +120,7 @@ class ForeignLoader(ResumableLoader):
         """End workers that persist; iterating starts new ones."""
         self._end_workers_in_time()
         if isinstance(self.loader, TorchDataLoader):
-            self.loader._iterator = None
+            end_persistent_workers(self.loader)
 
     def _announce(self, epoch: int) -> None:
         """Say which epoch comes, as loops otherwise do by hand; and that workers may start."""
