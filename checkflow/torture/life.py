@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from checkflow.runtime.memory_tier.orphans import left_step
 from checkflow.torture.checks import Listing, look, vanished
 from checkflow.torture.processes import (
     POLL_SECONDS,
@@ -102,6 +103,8 @@ class JobLife:
         self.job, self.directory, self._aim = job, directory, aim
         self._begun = self._news = time.monotonic()  # ``_news``: when the last checkpoint came
         self.before = self._seen = Listing() if directory is None else look(directory)
+        # Saved at its start, which does not show that it trains.
+        self._kept = None if directory is None else left_step(directory)
         self.newest = self._whole = newest
         self._given = directory is not None
         self._speed_before = speed
@@ -232,8 +235,10 @@ class JobLife:
             return elapsed >= aim.wait * self._speed_before.startup_seconds
         if startup_seconds is None:
             return False
-        if aim is None or over():
+        if over():
             return True
+        if aim is None:
+            return any(self._kept is None or step > self._kept for step, _ in self.saved)
         longest = self.speed.training_seconds(startup_seconds)
         trained = elapsed - startup_seconds
         if trained < aim.wait * longest:

@@ -38,7 +38,7 @@ def test_several_ranks_lose_nothing(
     ]  # fmt: skip
     assert data["kills"][1]["replayed"] == 0  # all ended at the last boundary
     assert data["kills"][-1]["told"], data
-    assert all(kill["resumed_from"] == kill["restorable"] for kill in data["kills"] if kill["told"]), data
+    assert all(kill["resumed_from"] >= kill["restorable"] for kill in data["kills"] if kill["told"]), data
     started = [json.loads(line) for rank in range(2) for line in Path(f"log-{rank}").read_text().splitlines()]
     pids = {line["pid"] for line in started}
     assert len(pids) == 2 * data["lives"]
