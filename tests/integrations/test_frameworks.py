@@ -68,7 +68,7 @@ def test_killed_anywhere_and_asked_to_end_a_job_ends_the_same(name: str, kills: 
     flat = [sample for row in rows for sample in row]
     for epoch in range(EPOCHS):
         assert sorted(flat[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == list(range(SAMPLES))
-    assert_same(*(torch.load(tmp_path / f"{name}.final") for name in ("cut", "whole")))
+    assert_same(*(torch.load(tmp_path / f"{name}.final", weights_only=True) for name in ("cut", "whole")))
 
 
 def test_checkflow_imports_no_framework() -> None:

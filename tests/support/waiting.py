@@ -9,7 +9,7 @@ from typing import Any
 
 from checkflow.runtime.store.discovery import find
 
-PATIENCE_SECONDS = 600.0  # for what comes, however busy the machine is; a test that hangs ends later still
+PATIENCE_SECONDS = 300.0  # for what comes, however busy the machine is; a test that hangs ends later still
 
 
 def wait_for(happened: Callable[[], Any]) -> Any:

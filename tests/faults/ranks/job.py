@@ -27,6 +27,7 @@ from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.torture.journal import Journal
 from tests.faults.ranks.places import Places, watch
 from tests.support.programs.ranks_job import Data, make_model, wrap
+from tests.support.ranks.processes import join_group
 
 PAUSE_SECONDS = 0.01  # an iteration
 GRACE_SECONDS = 10.0
@@ -120,7 +121,7 @@ def train(life: Life, places: Places, breaking: Callable[[], None] | None) -> No
     _note_commits(notes)
     if breaking is not None:
         breaking()
-    dist.init_process_group("gloo")
+    join_group()
     model = wrap(make_model(kind.name), kind.name)
     torch.manual_seed(100 if kind.name == "tp" else 100 + rank)  # ranks of one tensor-parallel group drop alike
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)

@@ -32,6 +32,7 @@ import checkflow
 from checkflow.core.errors import StorageError
 from checkflow.runtime.store.store import Store
 from tests.support.ranks.jobs import is_kept
+from tests.support.ranks.processes import join_group
 from tests.support.waiting import wait_for
 
 WIDTH = 64
@@ -130,7 +131,7 @@ def main() -> None:
     directory, kind, epochs, *rest = sys.argv[1:]
     options = dict(one.split("=", 1) for one in rest)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join_group()
     rank = dist.get_rank()
     log = Path(f"log-{rank}").open("a", encoding="utf-8")  # noqa: SIM115
 

@@ -49,3 +49,19 @@ def _rank(folder: Path, rank: int, world_size: int, work: Work, arguments: tuple
         torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def join_group() -> None:
+    """The default group of a rank that torchrun has started, or started again.
+
+    torchrun keeps one store for all its starts: without a prefix, a rank may read there where another one listened
+    before the restart.
+    """
+    from torch import distributed as dist
+
+    environment = os.environ
+    store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), wait_for_workers=False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(environment["TORCHELASTIC_RESTART_COUNT"], store),
+        rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"]),
+    )  # fmt: skip
