@@ -110,7 +110,7 @@ def end_persistent_workers(loader: DataLoader[Any]) -> None:
     """
     iterator: Any = loader._iterator
     loader._iterator = None
-    if iterator is not None:
+    if has_workers(iterator):
         iterator._shutdown_workers()
 
 
