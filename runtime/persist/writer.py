@@ -257,7 +257,7 @@ class Writer:
             return
         if capture is self._again and self._error is self._lost_error:
             self._error = None  # the retry worked
-        self.durable = Durable(capture.step, capture.begun, now)
+        self.durable = Durable(capture.step, capture.begun, outcome.published_at or now)
         self.persisted_bytes += outcome.size_bytes
         self.persist_seconds += outcome.seconds
 
