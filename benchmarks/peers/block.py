@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -30,7 +31,7 @@ from benchmarks.store_speed import drop
 
 WARM_UP = 3  # iterations, before training without checkpoints is timed
 CYCLES = 2  # checkpoints, before those that are timed
-SAVES = 3  # at rest
+AT_REST = 3  # saves, and restores
 WATCH_SECONDS = 0.02
 EXIT_SECONDS = 60.0
 MOST_SAID = 200  # characters of an error
@@ -67,10 +68,10 @@ class Block:
     asked: int
     begun: int
     durable_seconds: tuple[float, ...]  # of each that became durable
-    save_seconds: tuple[float, ...]  # at rest
+    write_seconds: tuple[float, ...]  # of saves at rest, from when their state is in host memory
     raw_write_seconds: tuple[float, ...]  # just before each
-    restore_seconds: float
-    raw_read_seconds: float
+    restore_seconds: tuple[float, ...]
+    raw_read_seconds: tuple[float, ...]  # just before each
     memory_bytes: int  # above training alone, at the most
     note: str
 
@@ -93,7 +94,7 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
     with memory_watched() as alone:
         pass
     peer = make(job, request.every, checkpoints)
-    note = peer.prepare() if isinstance(peer, Checkflow) else ""
+    note = _prepared(peer)
     with memory_watched() as memory:
         peer.run(CYCLES * request.every)
         peer.settle()
@@ -108,25 +109,35 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
     plain += _train(job, WARM_UP + request.iterations - half)[WARM_UP:]
     raw_writes: list[float] = []
     with contextlib.closing(make(job, 1, checkpoints)) as peer:
+        _prepared(peer)
         peer.save()  # which also makes what a job makes once
         durable = len(peer.saved)
-        for _ in range(SAVES):
+        for _ in range(AT_REST):
             peer.save(lambda: raw_writes.append(raw.write_seconds(request.directory, job.state_bytes)))
-        save_seconds = tuple(one.seconds for one in peer.saved[durable:])
+        write_seconds = tuple(one.write_seconds for one in peer.saved[durable:])
         digest = job.digest()
-    raw_read = raw.read_seconds(request.directory, job.state_bytes)
-    job.forget()
-    for path in checkpoints.rglob("*"):
-        if path.is_file():
-            drop(path)
-    with contextlib.closing(make(job, 1, checkpoints)) as peer:
-        restore_seconds = _timed(peer.restore)
-        if job.digest() != digest:
-            raise SystemExit("the restored state differs from the saved one")
+    raw_reads: list[float] = []
+    restores: list[float] = []
+    for _ in range(AT_REST):
+        raw_reads.append(raw.read_seconds(request.directory, job.state_bytes))
+        job.forget()
+        for path in checkpoints.rglob("*"):
+            if path.is_file():
+                drop(path)
+        with contextlib.closing(make(job, 1, checkpoints)) as peer:
+            restores.append(_timed(peer.restore))
+            if job.digest() != digest:
+                raise SystemExit("the restored state differs from the saved one")
     return Block(
         job.state_bytes, tuple(plain), tuple(seconds), tail, held, -(-request.iterations // request.every), begun,
-        durable_seconds, save_seconds, tuple(raw_writes), restore_seconds, raw_read, max(memory) - alone[0], note,
+        durable_seconds, write_seconds, tuple(raw_writes), tuple(restores), tuple(raw_reads), max(memory) - alone[0],
+        note,
     )  # fmt: skip
+
+
+def _prepared(peer: Any) -> str:
+    """What comes once in a job, and is not timed: for checkflow the plan."""
+    return peer.prepare() if isinstance(peer, Checkflow) else ""
 
 
 def _train(job: Job, iterations: int) -> list[float]:

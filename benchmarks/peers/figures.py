@@ -21,9 +21,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def figures_of(block: Block) -> dict[str, float]:
-    """The figures of one block. Shares of raw are rates, save by save; the mean counts the wait at the end, too."""
+    """The figures of one block. Shares of raw are rates, turn by turn; the mean counts the wait at the end, too."""
     plain, with_it = block.plain_seconds, block.seconds
-    pairs = zip(block.raw_write_seconds, block.save_seconds, strict=True)
     return {
         "iteration_seconds": statistics.median(plain),
         "inflation_mean": (sum(with_it) + block.tail_seconds) / len(with_it) / statistics.mean(plain) - 1,
@@ -32,12 +31,16 @@ def figures_of(block: Block) -> dict[str, float]:
         "hold_seconds": block.held_seconds / block.begun,
         "durable_seconds": statistics.median(block.durable_seconds),
         "made_share": len(block.durable_seconds) / block.asked,
-        "durable_share": statistics.median(raw / ours for raw, ours in pairs),
-        "restore_share": block.raw_read_seconds / block.restore_seconds,
+        "durable_share": _share(block.raw_write_seconds, block.write_seconds),
+        "restore_share": _share(block.raw_read_seconds, block.restore_seconds),
         "memory_share": block.memory_bytes / block.state_bytes,
         "raw_write_bytes_per_second": block.state_bytes / statistics.median(block.raw_write_seconds),
-        "raw_read_bytes_per_second": block.state_bytes / block.raw_read_seconds,
+        "raw_read_bytes_per_second": block.state_bytes / statistics.median(block.raw_read_seconds),
     }
+
+
+def _share(raw_seconds: Sequence[float], seconds: Sequence[float]) -> float:
+    return statistics.median(raw / ours for raw, ours in zip(raw_seconds, seconds, strict=True))
 
 
 def by_name(rounds: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

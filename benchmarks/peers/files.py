@@ -24,14 +24,23 @@ Wait = Callable[[], object]  # returns when the library says that the save is co
 
 @dataclass(frozen=True)
 class Saved:
-    """One durable checkpoint, by time.monotonic."""
+    """One durable checkpoint, by time.monotonic.
+
+    Args:
+        copied: when the state had been copied into host memory; None: no such copy is known, or made.
+    """
 
     begun: float
     durable: float
+    copied: float | None = None
 
     @property
     def seconds(self) -> float:
         return self.durable - self.begun
+
+    @property
+    def write_seconds(self) -> float:
+        return self.durable - (self.begun if self.copied is None else self.copied)
 
 
 def nothing() -> None:

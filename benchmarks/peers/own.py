@@ -44,8 +44,9 @@ class CheckFreq(AtRest, Staged):
         super()._checkpoint(self._number)
 
     def _commit(self, capture: Capture) -> Path:
+        copied = time.monotonic()
         path = super()._commit(capture)
-        self.saved.append(Saved(self._begun, time.monotonic()))
+        self.saved.append(Saved(self._begun, self._store.committed_at[1], copied))
         return path
 
     def restore(self) -> None:
@@ -79,7 +80,7 @@ class Checkflow(Reporting):
             durable: Durable | None = writer.durable
             if durable is not None and durable is not seen[0]:
                 seen[0] = durable
-                self.saved.append(Saved(durable.begun, durable.committed))
+                self.saved.append(Saved(durable.begun, durable.committed, writer.recent[-1].begun))
             report()
 
         writer.after_each = note
@@ -111,9 +112,11 @@ class Checkflow(Reporting):
         return seconds
 
     def settle(self) -> None:
-        """Wait until all that was begun is durable, or failed."""
+        """Wait until all that was begun is durable, or failed. The report is not asked for meanwhile: it takes time."""
+        writer = self.checkpointer._saving.writer
         while (report := self.checkpointer.report())["captures"] > report["committed"] + report["failed"]:
-            time.sleep(1e-3)
+            while report["captures"] > writer.committed + writer.failed:
+                time.sleep(1e-3)
 
     def save(self, ready: Callable[[], None] = nothing) -> None:
         """As :meth:`benchmarks.peers.files.Files.save`, at the next boundary that is due."""
