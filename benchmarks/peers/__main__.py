@@ -1,7 +1,9 @@
 """checkflow beside other ways of making checkpoints: what they cost training, what the disk gives, what a kill leaves.
 
 Peers take turns, block by block, so that a machine whose speed drifts drifts for all. With all peers the figures go to
-benchmarks/results and the page to docs/, else to ``--output`` alone. The exit code is 1 if checkflow misses a bar.
+benchmarks/results and the page to docs/, else to ``--output`` alone. A file of figures of the same machine and packages
+keeps what is not measured anew, so that hours can be spent one state at a time. The exit code is 1 if checkflow misses
+a bar.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def measure(asked: argparse.Namespace, state: str, directory: Path) -> dict[str,
 def kill(asked: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Kill re-saves of the smallest state."""
     results: dict[str, Any] = {}
-    for name in asked.peers if asked.kills else ():
+    for name in asked.peers:
         found = kill_saves(name, asked.states[0], asked.kills, directory=directory, seed=asked.seed)
         if isinstance(found, Kills):
             results[name] = {"count": found.count, "lost": found.lost, **vars(found)}
@@ -128,6 +130,16 @@ def versions(peers: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def begin(header: Mapping[str, Any], output: Path | None) -> dict[str, Any]:
+    """The figures that a file has already, if what they were measured on and with is the same, else none."""
+    fresh = {**header, "states": {}, "kills": {}}
+    if output is None or not output.exists():
+        return fresh
+    found: dict[str, Any] = json.loads(output.read_text())
+    same = all(found.get(name) == value for name, value in header.items())
+    return found if same else fresh
+
+
 def keep(content: Mapping[str, Any], output: Path | None) -> None:
     if output is not None:
         output.write_text(json.dumps(content, indent=1) + "\n")
@@ -150,22 +162,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     output: Path | None = RESULTS if whole else asked.output
     with tempfile.TemporaryDirectory(dir=asked.directory, prefix="checkflow-peers-") as name:
         directory = Path(name).resolve()
-        content: dict[str, Any] = {
+        header = {
             "machine": this_machine().name,
             "memory_bytes": psutil.virtual_memory().total,
             "filesystem": filesystem(directory),
             "versions": versions(asked.peers),
             "every": asked.every,
-            "rounds": asked.rounds,
-            "states": {},
-            "kill_state": asked.states[0],
-            "kills": {},
         }
+        content = begin(header, output)
         for state in asked.states if asked.rounds else ():
             content["states"][state] = measure(asked, state, directory)
             keep(content, output)  # what hours have made outlives what comes after
-        content["kills"] = kill(asked, directory)
-        keep(content, output)
+        if asked.kills:
+            content |= {"kill_state": asked.states[0], "kills": kill(asked, directory)}
+            keep(content, output)
     if whole:
         write_page(content)
     lines = missed(content)

@@ -21,6 +21,8 @@ USAGE = """\
 - **CheckFreq**: its own code needs libraries of 2019, so its mechanism runs on checkflow's store and copies: "synchronous"; "persist beside", which copies in the foreground and writes in the background; "pipelined", which also copies behind the next forward and backward, until the optimizer's step.
 - **checkflow**: `Checkpointer(every=…)` as it comes. It makes its plan before anything is timed.
 
+Where training has one thread of two cores, as with `--threads 1`, saves have the other core, as the host of a GPU has some to spare. Where training takes all cores, whatever a save computes or copies takes its time.
+
 A version counts when its bytes, its folders and its names are flushed. "Durable after" is measured while training goes on, from the beginning of the save; "durable write" while it stands still, from when the state is in host memory: checkflow and CheckFreq copy it there first, which takes a machine some tenth of a second for each gigabyte. For the others it counts from the beginning of the save. "Hold" is how long the training thread waits or copies for one checkpoint: timed around the library's calls, and for checkflow as its [run report](../reference/run-report.md) counts it. "Memory" is what a peer's processes add to training at most, each shared page counted once; without checkflow's planner, which has ended by then. All peers keep two versions, each at a new path. Each restore brings all bytes into memory, from files that the page cache was told to forget, and is compared bit for bit. For checkflow this is the part of `Checkpointer()` that restores; to read its plan takes further time.
 """  # noqa: E501
 
@@ -91,8 +93,8 @@ def render(content: Content, images: str = "../images") -> str:
         "`make peers` (`benchmarks/peers`) makes this page. All peers train the same GPT-2 with AdamW, save as "
         "often, and do the same durable work. In each round each has a process of its own, and they take turns.",
         f"{content['machine']}, {format_size(content['memory_bytes'])} of memory, {content['filesystem']}. {versions}. "
-        f"A checkpoint every {content['every']} iterations; {content['rounds']} rounds. A figure is the median of the "
-        "rounds, with its quartiles. Percentages of time compare with the same loop without checkpoints, before and "
+        f"A checkpoint every {content['every']} iterations. A figure is the median of the rounds, with its quartiles "
+        "if there are several. Percentages of time compare with the same loop without checkpoints, before and "
         "after, in the same process.",
     ]
     for state, found in content["states"].items():
@@ -100,10 +102,11 @@ def render(content: Content, images: str = "../images") -> str:
             _median_of(found["peers"], name)
             for name in ("iteration_seconds", "raw_write_bytes_per_second", "raw_read_bytes_per_second")
         )
+        rounds = max((len(one["made_share"]) for one in found["peers"].values() if "failed" not in one), default=0)
         parts += [
             f"## {format_size(found['state_bytes'])} of state",
-            f"An iteration takes {format_seconds(iteration)}. Raw, the disk writes durably {format_rate(writes)} "
-            f"and reads {format_rate(reads)}.",
+            f"{rounds} round{'s' * (rounds > 1)}. An iteration takes {format_seconds(iteration)}. Raw, the disk writes "
+            f"durably {format_rate(writes)} and reads {format_rate(reads)}.",
             f"![What checkpoints of {state} GB cost]({images}/peers-{state}.svg)",
             _sized(TRAINING, found["peers"]),
             _sized(STORAGE, found["peers"]),

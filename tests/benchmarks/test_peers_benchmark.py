@@ -52,7 +52,6 @@ def content(**ours: float) -> dict[str, object]:
         "filesystem": "ext4",
         "versions": {"torch": "2.13.0", "torchsnapshot": "missing"},
         "every": 5,
-        "rounds": 2,
         "states": {
             "0.1": {
                 "state_bytes": 100 * MB,
@@ -266,3 +265,9 @@ def test_the_command_runs_a_subset(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "round 2, torch.save: iteration" in capsys.readouterr().out
     assert [one.name for one in tmp_path.iterdir()] == ["figures.json"]
     assert "torch.save" in render(found)
+    again = ["--states", "0.01", "--only", "torch.save", "--rounds", "0", "--threads", "1", "--output", str(output)]
+    assert command.main([*again, "--kills", "2"]) == 0
+    more = json.loads(output.read_text())
+    assert (more["states"], more["kills"]["torch.save"]["count"]) == (found["states"], 2)
+    assert command.main([*again, "--kills", "1", "--every", "4"]) == 0  # other work: no figure of before stands for it
+    assert json.loads(output.read_text())["states"] == {}
