@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 
-from checkflow.core.errors import CheckflowError, StorageError, first_fault
+from checkflow.core.errors import CheckflowError, MissingShardsError, StorageError, first_fault
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import Layout, file_image
 from checkflow.runtime.format.manifest import BLOCK_BYTES, STAGES
@@ -101,6 +101,9 @@ class RankCommit:
         mine = [one for one in council.view.attempts if one.number > self._of_start]
         if any((one.step, one.ended) == (step, "committed") for one in mine):
             return path  # it was tried again here, since rank 0's word came late
+        gone = next((one for one in mine if one.step == step and {*one.missing} & {*council.view.silent}), None)
+        if gone is not None:  # a second try would wait for rank 0, which may have no reason to make one
+            raise MissingShardsError(f"step {step} was not saved: {gone.reason}", gone.missing)
         attempt = council.await_attempt(step, patience_seconds, after=self._attempt)
         self._attempt = attempt.number
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from checkflow.core.boxes import whole
-from checkflow.core.errors import CheckflowError, VoidCheckpointError
+from checkflow.core.errors import CheckflowError, MissingShardsError, VoidCheckpointError
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import make_layout, write_headers
 from checkflow.runtime.persist import rank_commit
@@ -75,6 +75,17 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     for council in reversed(made.councils):
         council.close()
     made.store.close()
+
+
+def test_no_rank_waits_twice_for_one_that_is_gone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may be held by training, and never try again: then the others would not end in time."""
+    ranks.councils[2].close()
+    first = ranks.all(lambda rank: ranks.commit(rank, 1) if rank < 2 else ranks.directory)[:2]
+    assert all("rank 2 of 3 ended or does not answer" in str(one) for one in first)
+    monkeypatch.setattr(ranks.councils[1], "await_attempt", lambda *_, **__: pytest.fail("it waits for rank 0"))
+    again = ranks.commit(1, 1)
+    assert isinstance(again, MissingShardsError)
+    assert (str(again), again.ranks) == (str(first[1]), (2,))
 
 
 def test_a_version_holds_what_each_rank_has_written(ranks: Ranks) -> None:
