@@ -151,6 +151,8 @@ def write_into(
                 found = council.view.attempt(attempt.number)
                 if found is not None and found.ended:
                     raise StorageError(f"step {attempt.step} was not saved: {found.reason}") from None
+                if 0 in council.view.silent:
+                    raise MissingShardsError(f"rank 0 ended before it made {name}", (0,)) from None
                 return None
 
         folder: int | None = wait_until(opened, wait_seconds)

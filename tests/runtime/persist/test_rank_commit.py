@@ -19,6 +19,8 @@ from checkflow.runtime.persist import rank_commit
 from checkflow.runtime.persist.rank_commit import RankCommit
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.file_meeting import FileMeeting
+from checkflow.runtime.ranks.member import View
+from checkflow.runtime.ranks.records import Attempt
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.parts import Source
@@ -86,6 +88,16 @@ def test_no_rank_waits_twice_for_one_that_is_gone(ranks: Ranks, monkeypatch: pyt
     again = ranks.commit(1, 1)
     assert isinstance(again, MissingShardsError)
     assert (str(again), again.ranks) == (str(first[1]), (2,))
+
+
+def test_no_rank_waits_for_the_folder_of_a_rank_0_that_was_killed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = Attempt(1, 1)
+    killed: Any = types.SimpleNamespace(view=View(attempts=(attempt,), silent=(0,)))
+    monkeypatch.setattr(rank_commit, "wait_until", lambda happened, _: happened() or pytest.fail("it waits for rank 0"))
+    with pytest.raises(MissingShardsError, match="rank 0 ended before it made"):
+        rank_commit.write_into(killed, ranks.commits[1]._store, attempt, 30, lambda _: None)
 
 
 def test_a_version_holds_what_each_rank_has_written(ranks: Ranks) -> None:
