@@ -269,6 +269,8 @@ def _refuse(trainer: Trainer) -> None:
             f"the Trainer is one of {type(trainer).__module__.partition('.')[0]}, another package: import "
             "lightning.pytorch in its place"
         )
+    if sum(isinstance(one, CheckflowCallback) for one in trainer.callbacks) > 1:
+        raise UnsupportedError("the Trainer has several CheckflowCallbacks, of which one alone can go on: leave one")
     for callback in trainer.callbacks:
         if isinstance(callback, _CHANGING):
             raise UnsupportedError(

@@ -53,7 +53,7 @@ def attach(trainer: Trainer, directory: str | os.PathLike[str], **options: Any) 
     """
     _refuse(trainer)
     attached = Attached(trainer, {**options, "directory": directory})
-    for name in ("train", "get_train_dataloader", "_run_epoch"):
+    for name in ("train", "get_train_dataloader", "get_batch_samples", "_run_epoch", "_finalize_training"):
         setattr(trainer, name, attached.around(name))
     trainer._load_rng_state = lambda checkpoint: None  # the Checkpointer puts them back
     trainer.callback_handler.callbacks.insert(0, attached)
@@ -117,6 +117,11 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         self._loader = resumable(loader)
         return self._loader.as_torch()
 
+    def get_batch_samples(self, inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """The next iteration begins: what Trainer makes of its batches belongs to it."""
+        self._mark()
+        return inner(*arguments, **keywords)
+
     def _run_epoch(self, inner: Callable[..., Any], **keywords: Any) -> None:
         trainer = self._trainer
         if trainer.control.should_training_stop:
@@ -153,6 +158,12 @@ class Attached(TrainerCallback):  # type: ignore[misc]
             )
         return epoch, batches
 
+    def _finalize_training(self, inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Before it adds up the losses, and loads the best model: that is no state to go on from."""
+        assert self.checkpointer is not None
+        self.checkpointer.__exit__(None, None, None)
+        return inner(*arguments, **keywords)
+
     # Callbacks, before all others
 
     def on_train_begin(
@@ -174,12 +185,7 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         return trainer.control
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._mark()
         self._batches += self._trainer.current_gradient_accumulation_steps
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        assert self.checkpointer is not None
-        self.checkpointer.__exit__(None, None, None)
 
     def _mark(self) -> None:
         """The step that goes on is over, if it was taken."""
@@ -232,6 +238,8 @@ class _Progress:
 
 def _refuse(trainer: Trainer) -> None:
     arguments = trainer.args
+    if any(isinstance(one, Attached) for one in trainer.callback_handler.callbacks):
+        raise UnsupportedError("this Trainer is attached already: call attach once")
     if arguments.auto_find_batch_size:
         raise UnsupportedError("auto_find_batch_size changes what a saved place means: leave it out")
     if arguments.ignore_data_skip:

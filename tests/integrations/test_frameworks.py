@@ -16,8 +16,10 @@ import torch
 from lightning.pytorch import callbacks
 
 from checkflow.core.errors import UnsupportedError
+from checkflow.integrations.lightning import CheckflowCallback
 from tests.support.jobs import KILLS
 from tests.support.programs.framework_jobs import EPOCHS, JOBS, SAMPLES
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,7 +133,7 @@ def fit(
     return trainer, callback
 
 
-def train(folder: Path, *act: Any, data: Any = None, **settings: Any) -> tuple[Any, list[int]]:
+def train(folder: Path, *act: Any, data: Any = None, every: int = 1, **settings: Any) -> tuple[Any, list[int]]:
     """A short training of Trainer's in this process; returns it, and the samples of each step."""
     import transformers
 
@@ -159,7 +161,7 @@ def train(folder: Path, *act: Any, data: Any = None, **settings: Any) -> tuple[A
     )  # fmt: skip
     data = [{"x": torch.tensor([float(number)])} for number in range(6)] if data is None else data
     trainer = transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[Callback()])
-    attach(trainer, folder / "all", every=1)
+    attach(trainer, folder / "all", every=every)
     trainer.train()
     return trainer, used
 
@@ -200,6 +202,51 @@ def test_a_finished_training_is_over_until_it_has_more_steps(tmp_path: Path) -> 
     again, none = train(tmp_path / "cut", max_steps=4)
     assert (again.state.global_step, none) == (4, [])
     assert first + train(tmp_path / "cut", max_steps=8)[1] == used
+
+
+def test_what_comes_after_the_last_step_is_no_state(tmp_path: Path) -> None:
+    """Trainer adds up the losses twice then, and may load the best model."""
+    import transformers
+
+    finish = transformers.Trainer._finalize_training
+
+    def spoil(self: Any, *arguments: Any) -> Any:
+        torch.nn.init.zeros_(self.model.layer.weight)
+        return finish(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.Trainer, "_finalize_training", spoil)
+        first, _ = train(tmp_path, every=100, max_steps=4)
+    again, used = train(tmp_path, every=100, max_steps=4)
+    assert used == []
+    assert again.model.layer.weight.item() != 0
+    assert again._total_loss_scalar == first._total_loss_scalar
+
+
+@pytest.mark.slow
+def test_what_trainer_counts_in_a_step_s_batches_is_part_of_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as num_items_in_batch: no checkpoint has to hold it."""
+    import transformers
+
+    from checkflow.integrations.transformers import attach
+
+    class Callback(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 20:
+                wait_for(lambda: list((tmp_path / "all" / "plans").glob("*.json")))
+
+    config = transformers.GPT2Config(vocab_size=10, n_positions=4, n_embd=4, n_layer=1, n_head=1)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=30, save_strategy="no", disable_tqdm=True
+    )
+    data = [{"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor([1, 2, 3])}] * 20
+    model = transformers.GPT2LMHeadModel(config)
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[Callback()])
+    attach(trainer, tmp_path / "all", every=1)
+    trainer.train()
+    assert "carries" not in caplog.text
 
 
 def test_a_training_that_stopped_early_is_over(tmp_path: Path) -> None:
@@ -245,6 +292,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         "the callback GradientAccumulationScheduler changes",
         {"callbacks": [callbacks.GradientAccumulationScheduler({1: 2})]},
     ),
+    "twice": ("several CheckflowCallbacks", {"callbacks": [CheckflowCallback("other")]}),
     "FSDP 1": ("does not save what FSDPStrategy holds", {"strategy": "fsdp", "accelerator": "cuda"}),
 }
 
@@ -371,3 +419,15 @@ def test_trainer_used_wrongly(settings: dict[str, Any], resume: str | None, mess
     with pytest.raises(UnsupportedError, match=message):
         attach(trainer, tmp_path)
         trainer.train(resume_from_checkpoint=resume)
+
+
+def test_trainer_is_attached_once(tmp_path: Path) -> None:
+    import transformers
+
+    from checkflow.integrations.transformers import attach
+
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(torch.nn.Linear(2, 1), arguments, train_dataset=torch.ones(6, 2))
+    attach(trainer, tmp_path)
+    with pytest.raises(UnsupportedError, match="attached already"):
+        attach(trainer, tmp_path)
