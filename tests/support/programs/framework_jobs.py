@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
-SAMPLES, BATCH, EPOCHS = 18, 4, 16
+SAMPLES, BATCH, EPOCHS = 18, 4, 32  # iterations for thirty kills
 PLACES = ("fetch", "forward", "evaluate", "step")
 Cut = tuple[str, int, int] | None  # where, the how manieth time in this life, which signal
 
