@@ -187,6 +187,14 @@ class Attached(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._batches += self._trainer.current_gradient_accumulation_steps
 
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
+    ) -> None:
+        monitor = self._options.get("monitor")
+        if self._trainer.is_in_train and monitor in (metrics or {}):
+            assert self.checkpointer is not None
+            self.checkpointer.metric(monitor, metrics[monitor])
+
     def _mark(self) -> None:
         """The step that goes on is over, if it was taken."""
         assert self.checkpointer is not None

@@ -17,6 +17,8 @@ from lightning.pytorch import callbacks
 
 from checkflow.core.errors import UnsupportedError
 from checkflow.integrations.lightning import CheckflowCallback
+from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.files import parse_step
 from tests.support.jobs import KILLS
 from tests.support.programs.framework_jobs import EPOCHS, JOBS, SAMPLES
 from tests.support.waiting import wait_for
@@ -88,7 +90,13 @@ def test_a_missing_framework_is_one_line(name: str) -> None:
 
 
 def fit(
-    folder: Path, *, loader: Any = None, ckpt_path: str | None = None, iterating: bool = False, **options: Any
+    folder: Path,
+    *,
+    loader: Any = None,
+    held_out: Any = None,
+    ckpt_path: str | None = None,
+    iterating: bool = False,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """A short fit of Lightning's in this process; returns its Trainer and the callback."""
     import lightning.pytorch as pl
@@ -106,6 +114,9 @@ def fit(
             if self.current_epoch in (0, 2) and number == 0:
                 self.log("seldom", float(self.current_epoch), on_step=False, on_epoch=True)
             return loss
+
+        def validation_step(self, batch: Any) -> None:
+            """Nothing to see."""
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["epoch"] = -1  # replaces what was there
@@ -129,11 +140,13 @@ def fit(
         callbacks=[callback, *options.pop("callbacks", ())], **{"max_epochs": 2, "accelerator": "cpu", **options},
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2) if loader is None else loader
-    trainer.fit(Iterating() if iterating else Module(), loader, ckpt_path=ckpt_path)
+    trainer.fit(Iterating() if iterating else Module(), loader, held_out, ckpt_path=ckpt_path)
     return trainer, callback
 
 
-def train(folder: Path, *act: Any, data: Any = None, every: int = 1, **settings: Any) -> tuple[Any, list[int]]:
+def train(
+    folder: Path, *act: Any, data: Any = None, every: int = 1, best: Any = None, **settings: Any
+) -> tuple[Any, list[int]]:
     """A short training of Trainer's in this process; returns it, and the samples of each step."""
     import transformers
 
@@ -160,8 +173,8 @@ def train(folder: Path, *act: Any, data: Any = None, every: int = 1, **settings:
         **{"per_device_train_batch_size": 2, **settings},
     )  # fmt: skip
     data = [{"x": torch.tensor([float(number)])} for number in range(6)] if data is None else data
-    trainer = transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[Callback()])
-    attach(trainer, folder / "all", every=every)
+    trainer = transformers.Trainer(Model(), arguments, train_dataset=data, eval_dataset=data, callbacks=[Callback()])
+    attach(trainer, folder / "all", every=every, **(best or {}))
     trainer.train()
     return trainer, used
 
@@ -335,6 +348,32 @@ def test_sums_of_an_epoch_before_a_resume_count_in_no_later_one(tmp_path: Path) 
     trainer, callback = fit(tmp_path, max_epochs=3)
     assert callback.checkpointer.resumed_from in (1, 2)
     assert trainer.callback_metrics["seldom"] == 2
+
+
+def test_the_best_by_what_lightning_s_validation_logs_is_kept(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    class Validation(pl.Callback):  # type: ignore[misc]
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.log("quality", (0.5, 0.9, 0.1)[trainer.current_epoch])
+
+    best = {"keep_best": 1, "monitor": "quality", "mode": "max"}
+    fit(tmp_path, max_epochs=3, callbacks=[Validation()], held_out=LOADER, checkflow=best)
+    assert [parse_step(path.name) for path in find(tmp_path)] == [9, 8, 6]
+
+
+def test_the_best_by_what_trainer_evaluates_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    from transformers.trainer_utils import EvalLoopOutput
+
+    values = iter((0.5, 0.9, 0.1))
+    monkeypatch.setattr(
+        transformers.Trainer, "evaluation_loop",
+        lambda *_, **__: EvalLoopOutput(None, None, {"eval_quality": next(values)}, 1),
+    )  # fmt: skip
+    best = {"keep_best": 1, "monitor": "eval_quality", "mode": "max"}
+    train(tmp_path, best=best, num_train_epochs=3, eval_strategy="epoch")
+    assert [parse_step(path.name) for path in find(tmp_path / "all")] == [9, 8, 6]
 
 
 def test_a_fit_that_a_limit_ended_goes_on_and_one_that_stopped_early_does_not(tmp_path: Path) -> None:
