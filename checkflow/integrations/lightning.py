@@ -123,7 +123,7 @@ class CheckflowCallback(Callback):  # type: ignore[misc]
             next(self._epochs, None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        monitor = self._options.get("monitor")
+        monitor = self._options.get("monitor", "")
         if self._open and monitor in trainer.callback_metrics:
             assert self.checkpointer is not None
             self.checkpointer.metric(monitor, trainer.callback_metrics[monitor])

@@ -190,7 +190,7 @@ class Attached(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
     ) -> None:
-        monitor = self._options.get("monitor")
+        monitor = self._options.get("monitor", "")
         if self._trainer.is_in_train and monitor in (metrics or {}):
             assert self.checkpointer is not None
             self.checkpointer.metric(monitor, metrics[monitor])
