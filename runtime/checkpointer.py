@@ -333,9 +333,8 @@ class Checkpointer:
             return
         if self.iteration == self.resumed_from:
             logger.info(
-                "all of %s(%d, %d) is done already: the run that this one goes on from ended it, and %d are done, "
-                "counted over the whole job; ask for more to go on, or begin anew in another directory",
-                what, numbers.start, numbers.stop, done,
+                "nothing is left to do: %d %s were asked for, and earlier runs did %d; ask for more to go on, or begin "
+                "anew in another directory", len(numbers), what, done,
             )  # fmt: skip
         elif self.iteration > (self.resumed_from or 0):
             logger.warning(

@@ -7,6 +7,7 @@ iteration before it. Trainer skips the batches that were used, as it does for it
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,8 @@ try:
     from transformers.trainer_callback import ExportableState
 except ModuleNotFoundError as error:
     raise missing("transformers", error) from None
+
+logger = logging.getLogger("checkflow")
 
 # Of TrainerState: what training has come to. The rest follows from this run's arguments.
 _PROGRESS = (
@@ -182,6 +185,10 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         self._marked, self._batches = trainer.state.global_step, 0
         if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
+            logger.info(
+                "nothing is left to do: %d steps were asked for, and earlier runs did %d; ask for more to go on, or begin "
+                "anew in another directory", trainer.state.max_steps, trainer.state.global_step,
+            )  # fmt: skip
         return trainer.control
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -403,14 +403,14 @@ def test_a_finished_job_that_is_started_again_says_so(
         return turns
 
     caplog.set_level(logging.INFO, "checkflow")
-    line = f"all of {what}(0, 2) is done already: the run that this one goes on from ended it, and 2 are done"
+    line = f"nothing is left to do: 2 {what} were asked for, and earlier runs did 2"
     assert train(2) == 2
-    assert "done already" not in caplog.text
+    assert "nothing is left" not in caplog.text
     assert train(2) == 0
     assert caplog.text.count(line) == 1
     caplog.clear()
     assert train(3) == 1
-    assert "done already" not in caplog.text
+    assert "nothing is left" not in caplog.text
     assert not warnings(caplog)
 
 

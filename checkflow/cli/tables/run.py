@@ -52,9 +52,9 @@ def lives_table(runs: Sequence[RunReport]) -> Table:
 def runs_tables(comparisons: Sequence[RunComparison]) -> Iterable[Table]:
     """For each report two tables: planned against measured, and where the time went."""
     for one in comparisons:
-        run = one.run
+        run, source = one.run, f"{one.source}: " if len(comparisons) > 1 else ""
         table = Table(
-            title=f"{run.model} on {run.device}, run {one.number} of {one.runs}: "
+            title=f"{source}{run.model} on {run.device}, run {one.number} of {one.runs}: "
             f"{run.phases.iterations} iterations up to {run.iteration}",
             title_justify="left",
             caption=one.origin,
