@@ -186,8 +186,8 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
             logger.info(
-                "nothing is left to do: %d steps were asked for, and earlier runs did %d; ask for more to go on, or begin "
-                "anew in another directory", trainer.state.max_steps, trainer.state.global_step,
+                "nothing is left to do: %d steps were asked for, and earlier runs did %d; ask for more to go on, or "
+                "begin anew in another directory", trainer.state.max_steps, trainer.state.global_step,
             )  # fmt: skip
         return trainer.control
 
