@@ -64,9 +64,9 @@ council: $(STAMP)
 	@$(BIN)/python -m tests.runtime.ranks.run --schedules $(SCHEDULES) $(if $(SEED),--first $(SEED)) $(if $(BREAK),--break $(BREAK))
 
 # checkflow beside other checkpointers, on a machine that does nothing else. ONLY='checkflow,torch.save': these alone, and the
-# figures go nowhere unless OUTPUT= names a file; STATES=0.1, ROUNDS=3, KILLS=0.
+# figures go nowhere unless OUTPUT= names a file; STATES=0.1, ROUNDS=3, KILLS=0, THREADS=1 (of training).
 peers: $(STAMP)
-	@$(BIN)/python -m benchmarks.peers $(if $(ONLY),--only '$(ONLY)') $(if $(STATES),--states $(STATES)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(filter command line,$(origin KILLS)),--kills $(KILLS)) $(if $(OUTPUT),--output '$(OUTPUT)')
+	@$(BIN)/python -m benchmarks.peers $(if $(ONLY),--only '$(ONLY)') $(if $(STATES),--states $(STATES)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(THREADS),--threads $(THREADS)) $(if $(filter command line,$(origin KILLS)),--kills $(KILLS)) $(if $(OUTPUT),--output '$(OUTPUT)')
 
 # The pictures of docs/how-to/pages.md: needs chromium and chromedriver.
 pictures: $(STAMP)

@@ -1,9 +1,8 @@
 """checkflow beside other ways of making checkpoints: what they cost training, what the disk gives, what a kill leaves.
 
 Peers take turns, block by block, so that a machine whose speed drifts drifts for all. With all peers the figures go to
-benchmarks/results and the page to docs/, else to ``--output`` alone. A file of figures of the same machine and packages
-keeps what is not measured anew, so that hours can be spent one state at a time. The exit code is 1 if checkflow misses
-a bar.
+benchmarks/results and the page to docs/, else to ``--output`` alone. A file of figures keeps what is not measured anew,
+so that hours can be spent one state at a time. The exit code is 1 if checkflow misses a bar.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from checkflow.planner.measure.machine import this_machine
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / f"peers-{os.cpu_count()}-cores.json"
 DOCS = ROOT / "docs"
+KILLS = 60
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--states", default="0.1,1,4", help=f"in GB, of {', '.join(CASES)} [0.1,1,4]")
     parser.add_argument("--only", help=f"peers, with commas between them, of {', '.join(PEERS)} [all]")
     parser.add_argument("--rounds", type=int, default=5, help="0: kills alone [5]")
-    parser.add_argument("--kills", type=int, default=60, help="of each peer's re-saves; 0: none [60]")
+    parser.add_argument("--kills", type=int, help="of each peer's re-saves; 0: none [60, if the file has none yet]")
     parser.add_argument("--every", type=int, default=5, help="iterations from one checkpoint to the next [5]")
     parser.add_argument("--iterations", type=int, help="timed in a block [10 to 100, by state]")
     parser.add_argument("--threads", type=int, help="that training has [as torch chooses]")
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if part not in known:
             parser.error(f"{part!r} is none of {', '.join(known)}")
     counts = (asked.every, asked.threads, asked.iterations)
-    if min(asked.rounds, asked.kills) < 0 or any(count is not None and count < 1 for count in counts):
+    if min(asked.rounds, asked.kills or 0) < 0 or any(count is not None and count < 1 for count in counts):
         parser.error("--rounds and --kills must be 0 or more; --every, --threads and --iterations 1 or more")
     return asked
 
@@ -102,7 +102,7 @@ def kill(asked: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Kill re-saves of the smallest state."""
     results: dict[str, Any] = {}
     for name in asked.peers:
-        found = kill_saves(name, asked.states[0], asked.kills, directory=directory, seed=asked.seed)
+        found = kill_saves(name, asked.states[0], asked.kills or KILLS, directory=directory, seed=asked.seed)
         if isinstance(found, Kills):
             results[name] = {"count": found.count, "lost": found.lost, **vars(found)}
             said = f"{found.lost} of {found.count} kills lose the state: {found.left}"
@@ -131,13 +131,13 @@ def versions(peers: Sequence[str]) -> dict[str, str]:
 
 
 def begin(header: Mapping[str, Any], output: Path | None) -> dict[str, Any]:
-    """The figures that a file has already, if what they were measured on and with is the same, else none."""
-    fresh = {**header, "states": {}, "kills": {}}
+    """The figures that a file has already; it is an error if they were measured on or with something else."""
     if output is None or not output.exists():
-        return fresh
+        return {**header, "states": {}, "kills": {}}
     found: dict[str, Any] = json.loads(output.read_text())
-    same = all(found.get(name) == value for name, value in header.items())
-    return found if same else fresh
+    if other := [name for name, value in header.items() if found.get(name) != value]:
+        raise SystemExit(f"{output} has figures of other {', '.join(other)}: move it away, or give --output")
+    return found
 
 
 def keep(content: Mapping[str, Any], output: Path | None) -> None:
@@ -168,12 +168,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             "filesystem": filesystem(directory),
             "versions": versions(asked.peers),
             "every": asked.every,
+            "threads": torch.get_num_threads(),
         }
         content = begin(header, output)
         for state in asked.states if asked.rounds else ():
-            content["states"][state] = measure(asked, state, directory)
+            found = measure(asked, state, directory)
+            before = content["states"].get(state, {"peers": {}})
+            content["states"][state] = {**found, "peers": {**before["peers"], **found["peers"]}}
             keep(content, output)  # what hours have made outlives what comes after
-        if asked.kills:
+        if asked.kills or (asked.kills is None and not content["kills"]):
             content |= {"kill_state": asked.states[0], "kills": kill(asked, directory)}
             keep(content, output)
     if whole:

@@ -98,6 +98,7 @@ class Files(AtRest, AtBoundaries):
         directory.mkdir(parents=True, exist_ok=True)
         self._number = max(self._numbers(), default=0)
         self.saved: list[Saved] = []
+        self._copied: float | None = None  # by the save under way, when its copy is complete
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
         self._hooks = [
@@ -126,6 +127,10 @@ class Files(AtRest, AtBoundaries):
 
     # The same for all
 
+    def note_copied(self, *_: object) -> None:
+        """The state is in host memory: what follows is the write."""
+        self._copied = time.monotonic()
+
     def _numbers(self) -> Iterator[int]:
         for path in self._directory.glob("step-*"):
             if path.name.removeprefix("step-").isdecimal():
@@ -136,7 +141,7 @@ class Files(AtRest, AtBoundaries):
 
     def _checkpoint(self, number: int) -> None:
         self.settle()  # one is under way at a time
-        begun = time.monotonic()
+        begun, self._copied = time.monotonic(), None
         if not (self._again and self._number):
             self._number += 1
         path = self._path(self._number)
@@ -149,7 +154,7 @@ class Files(AtRest, AtBoundaries):
     def _complete(self, path: Path, wait: Wait, begun: float) -> None:
         wait()
         flush_all(path)
-        self.saved.append(Saved(begun, time.monotonic()))
+        self.saved.append(Saved(begun, time.monotonic(), self._copied))
         for number in sorted(self._numbers())[:-KEPT]:
             remove(self._path(number))
 

@@ -70,6 +70,7 @@ class DcpThread(DcpSave):
             self.job.state(), checkpoint_id=path, async_checkpointer_type=self.kind, async_stager=self._stager
         )
         self._staging = response.staging_completion
+        self._staging.add_done_callback(self.note_copied)
         return response.upload_completion.result
 
     def before_step(self) -> None:
@@ -120,6 +121,7 @@ class TorchsnapshotAsync(Torchsnapshot):
 
     def begin(self, path: Path) -> Wait | None:
         wait: Wait = self._snapshot.async_take(str(path), self._state).wait
+        self.note_copied()
         return wait
 
 

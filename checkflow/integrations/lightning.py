@@ -123,10 +123,13 @@ class CheckflowCallback(Callback):  # type: ignore[misc]
             next(self._epochs, None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        monitor = self._options.get("monitor", "")
-        if self._open and monitor in trainer.callback_metrics:
-            assert self.checkpointer is not None
-            self.checkpointer.metric(monitor, trainer.callback_metrics[monitor])
+        monitor = self._options.get("monitor")
+        if not self._open or monitor is None:
+            return
+        assert self.checkpointer is not None
+        logged = trainer._logger_connector.metrics["callback"]  # by this validation alone
+        if (value := trainer.strategy.broadcast(logged.get(monitor))) is not None:  # all ranks are to rank alike
+            self.checkpointer.metric(monitor, value)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._open:

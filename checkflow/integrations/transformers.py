@@ -70,7 +70,7 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         self._trainer, self._options = trainer, options
         self.checkpointer: Checkpointer | None = None
         self._loader: ResumableLoader | None = None
-        self._resumed = False
+        self._resumed = self._open = False
         self._marked = self._batches = 0  # the last step that was marked, and batches since
 
     def around(self, name: str) -> Callable[..., Any]:
@@ -96,8 +96,11 @@ class Attached(TrainerCallback):  # type: ignore[misc]
             )
         try:
             result = inner(None, *rest, **keywords)
+            self._close()  # where a subclass has a loop of its own
         except BaseException as error:
-            if self.checkpointer is not None:
+            if self._open:
+                self._open = False
+                assert self.checkpointer is not None
                 self.checkpointer.__exit__(type(error), error, error.__traceback__)
             raise
         finally:
@@ -122,7 +125,9 @@ class Attached(TrainerCallback):  # type: ignore[misc]
 
     def get_batch_samples(self, inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """The next iteration begins: what Trainer makes of its batches belongs to it."""
-        self._mark()
+        assert self._loader is not None
+        if self._loader.batches is not None:  # else there may be none: an evaluation belongs to the last one then
+            self._mark()
         return inner(*arguments, **keywords)
 
     def _run_epoch(self, inner: Callable[..., Any], **keywords: Any) -> None:
@@ -163,9 +168,14 @@ class Attached(TrainerCallback):  # type: ignore[misc]
 
     def _finalize_training(self, inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Before it adds up the losses, and loads the best model: that is no state to go on from."""
-        assert self.checkpointer is not None
-        self.checkpointer.__exit__(None, None, None)
+        self._close()
         return inner(*arguments, **keywords)
+
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            assert self.checkpointer is not None
+            self.checkpointer.__exit__(None, None, None)
 
     # Callbacks, before all others
 
@@ -180,6 +190,7 @@ class Attached(TrainerCallback):  # type: ignore[misc]
             objects["scaler"] = trainer.accelerator.scaler
         options = {**self._options, "state": objects | dict(self._options.get("state") or {})}
         self.checkpointer = Checkpointer(trainer.model_wrapped, trainer.optimizer, self._loader, **options)
+        self._open = True
         self.checkpointer.step(0)
         self._resumed = self.checkpointer.resumed_from is not None
         self._marked, self._batches = trainer.state.global_step, 0
@@ -192,13 +203,14 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         return trainer.control
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._mark()
         self._batches += self._trainer.current_gradient_accumulation_steps
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
     ) -> None:
         monitor = self._options.get("monitor", "")
-        if self._trainer.is_in_train and monitor in (metrics or {}):
+        if self._open and monitor in (metrics or {}):
             assert self.checkpointer is not None
             self.checkpointer.metric(monitor, metrics[monitor])
 

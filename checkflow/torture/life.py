@@ -102,9 +102,9 @@ class JobLife:
     ) -> None:
         self.job, self.directory, self._aim = job, directory, aim
         self._begun = self._news = time.monotonic()  # ``_news``: when the last checkpoint came
-        self.before = self._seen = Listing() if directory is None else look(directory)
         # Saved at its start, which does not show that it trains.
         self._kept = None if directory is None else left_step(directory)
+        self.before = self._seen = Listing() if directory is None else look(directory)
         self.newest = self._whole = newest
         self._given = directory is not None
         self._speed_before = speed

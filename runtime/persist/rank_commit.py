@@ -35,6 +35,7 @@ logger = logging.getLogger("checkflow")
 _ALIKE = ("iteration", "epoch", "position", "turns")
 _WRITTEN: TypeAdapter[Written] = TypeAdapter(Written)
 _T = TypeVar("_T")
+_AGAIN_SECONDS = 5.0  # for rank 0's second try of a step that a silent rank has failed
 _VERDICT_TIMES = 3  # as long as for receipts: rank 0 waits for these, writes and syncs
 
 
@@ -101,10 +102,12 @@ class RankCommit:
         mine = [one for one in council.view.attempts if one.number > self._of_start]
         if any((one.step, one.ended) == (step, "committed") for one in mine):
             return path  # it was tried again here, since rank 0's word came late
-        gone = next((one for one in mine if one.step == step and {*one.missing} & {*council.view.silent}), None)
-        if gone is not None:  # a second try would wait for rank 0, which may have no reason to make one
-            raise MissingShardsError(f"step {step} was not saved: {gone.reason}", gone.missing)
-        attempt = council.await_attempt(step, patience_seconds, after=self._attempt)
+        tried = [one for one in mine if one.step == step]
+        gone = {*council.view.silent} - {council.rank}
+        wait_seconds = patience_seconds
+        if tried and gone & {*tried[-1].missing}:  # rank 0 may have no reason to try again
+            wait_seconds = min(wait_seconds, _AGAIN_SECONDS)
+        attempt = council.await_attempt(step, wait_seconds, after=self._attempt)
         self._attempt = attempt.number
         try:
             with reported(f"cannot write rank {council.rank}'s part of step {step} to {self._store.directory}"):
@@ -152,7 +155,7 @@ def write_into(
                 if found is not None and found.ended:
                     raise StorageError(f"step {attempt.step} was not saved: {found.reason}") from None
                 if 0 in council.view.silent:
-                    raise MissingShardsError(f"rank 0 ended before it made {name}", (0,)) from None
+                    raise MissingShardsError(f"rank 0 ended or does not answer, without {name}", (0,)) from None
                 return None
 
         folder: int | None = wait_until(opened, wait_seconds)

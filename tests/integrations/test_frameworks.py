@@ -358,8 +358,11 @@ def test_the_best_by_what_lightning_s_validation_logs_is_kept(tmp_path: Path) ->
             pl_module.log("quality", (0.5, 0.9, 0.1)[trainer.current_epoch])
 
     best = {"keep_best": 1, "monitor": "quality", "mode": "max"}
-    fit(tmp_path, max_epochs=3, callbacks=[Validation()], held_out=LOADER, checkflow=best)
-    assert [parse_step(path.name) for path in find(tmp_path)] == [9, 8, 6]
+    fit(tmp_path / "a", max_epochs=3, callbacks=[Validation()], held_out=LOADER, checkflow=best)
+    assert [parse_step(path.name) for path in find(tmp_path / "a")] == [9, 8, 6]
+    best["monitor"] = "seldom"  # a mean that training logs is known after validation, and of the epoch before then
+    fit(tmp_path / "b", max_epochs=3, callbacks=[Validation()], held_out=LOADER, checkflow=best)
+    assert [parse_step(path.name) for path in find(tmp_path / "b")] == [9, 8]
 
 
 def test_the_best_by_what_trainer_evaluates_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
