@@ -158,6 +158,7 @@ def train(life: Life, places: Places, breaking: Callable[[], None] | None) -> No
         notes.write("raised", kind=type(error).__name__, message=str(error), step=checkpointer.iteration)
         raise
     note("ended", checkpointer.iteration)
+    places.leave(rank)
     with contextlib.suppress(RuntimeError):  # another rank may be dead now
         dist.barrier()
     dist.destroy_process_group()

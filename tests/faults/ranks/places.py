@@ -94,6 +94,10 @@ class Places:
             if not self._memory[_AIM + 2]:
                 self.deal(rank)
 
+    def leave(self, rank: int) -> None:
+        """The rank is done with checkflow: torch's own calls come."""
+        self._memory[_PHASES + rank] = 0
+
     def deal(self, rank: int) -> None:
         """Strike, from this rank's process or from the killer's."""
         way = WAYS[self._memory[_AIM]]
@@ -122,7 +126,7 @@ class Places:
         return _NAMES[number - 1] if number else "before"
 
     def has_joined(self, rank: int) -> bool:
-        """Whether a rank has come to checkflow: before, it waits for others in torch's own calls."""
+        """Whether a rank is at work in checkflow: before and after, it waits for others in torch's own calls."""
         return bool(self._memory[_PHASES + rank])
 
     @property
