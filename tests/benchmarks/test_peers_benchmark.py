@@ -128,7 +128,7 @@ def test_the_page_has_all_figures_and_says_what_is_missing() -> None:
     assert "torchsnapshot take is missing: ModuleNotFoundError: No module named 'torchsnapshot'" in page
     assert "| torchsnapshot take |" not in page
     assert "| checkflow | 60 | 40 | 20 | 0 | 0 |" in page
-    assert "It reaches all of them." in page
+    assert "It reaches all that are measured here." in page
 
 
 def test_a_plot_has_a_bar_for_each_peer_and_figure() -> None:
