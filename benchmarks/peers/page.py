@@ -127,8 +127,8 @@ def render(content: Content, images: str = "../images") -> str:
 
 def _bars(content: Content) -> list[str]:
     named = "; ".join(f"{bar.what} at {'most' if bar.at_most else 'least'} {bar.limit:.0%}" for bar in BARS)
-    lines = missed(content)
-    return [f"checkflow is to reach: {named}; no kill loses the state.", *(lines or ["It reaches all that are measured here."])]
+    lines = missed(content) or ["It reaches all that are measured here."]
+    return [f"checkflow is to reach: {named}; no kill loses the state.", *lines]
 
 
 def _median_of(peers: Mapping[str, Figures], name: str) -> float:
