@@ -98,10 +98,7 @@ class Attached(TrainerCallback):  # type: ignore[misc]
             result = inner(None, *rest, **keywords)
             self._close()  # where a subclass has a loop of its own
         except BaseException as error:
-            if self._open:
-                self._open = False
-                assert self.checkpointer is not None
-                self.checkpointer.__exit__(type(error), error, error.__traceback__)
+            self._close(error)
             raise
         finally:
             self._loader = None
@@ -171,11 +168,11 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         self._close()
         return inner(*arguments, **keywords)
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         if self._open:
             self._open = False
             assert self.checkpointer is not None
-            self.checkpointer.__exit__(None, None, None)
+            self.checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     # Callbacks, before all others
 
