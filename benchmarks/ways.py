@@ -23,13 +23,13 @@ from checkflow.planner.model_file.load import OPTIMIZERS
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import make_layout, write_headers
 from checkflow.runtime.memory_tier.staging import StagingBuffers
+from checkflow.runtime.persist.saver import make_engine
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.snapshot.share import tensor_record
 from checkflow.runtime.state.collect import StateWalk, capture_extra
 from checkflow.runtime.store.store import Store
-from checkflow.runtime.transfer.engine import Transfer
-from checkflow.runtime.transfer.host import HostCopyEngine
+from checkflow.runtime.transfer.engine import Concluded, Transfer
 
 CHUNK_BYTES = 8 * 2**20
 MOST_UNDECIDED = 400  # iterations
@@ -176,7 +176,8 @@ class Staged(AtBoundaries):
         self._walk = StateWalk(step.models, step.optimizers)
         self._state = state = self._walk.current()
         self._layout = make_layout([tensor_record(item) for item in state.tensors])
-        self._buffers = StagingBuffers(1)
+        self._engine, locking = make_engine(state.tensors[0].tensor.device)
+        self._buffers = StagingBuffers(1, locking)
         self._buffers.grow(self._layout.buffer_bytes)
         self._buffer = self._buffers.take()
         write_headers(self._layout, self._buffer.view)
@@ -194,7 +195,7 @@ class Staged(AtBoundaries):
         self._early = early if copies_beside else everything
         self._late = sorted(set(everything) - set(early)) if copies_beside else []
         self._in_flight = False
-        self._engine = HostCopyEngine()
+        self._under_way: Concluded | None = None
         self._store = Store(directory, run_id="baseline")
         self._writer = Writer(self._commit, lambda capture: None, supersede=False)
         self._hooks = [one.register_step_pre_hook(self._before_step) for one in step.optimizers.values()]
@@ -210,7 +211,7 @@ class Staged(AtBoundaries):
         )
 
     def _checkpoint(self, number: int) -> None:
-        self._writer.wait_until_at_most(0)
+        self._wait_for_writer()
         if self._walk.current() is not self._state:
             raise RuntimeError("a state tensor was replaced, which these baselines do not follow")
         job = capture_extra(self._walk, self._step.optimizers, {})
@@ -235,12 +236,17 @@ class Staged(AtBoundaries):
     def _end_copies(self) -> None:
         if self._in_flight:
             self._engine.wait(self._late)
-            self._engine.finish()
+            self._under_way = self._engine.conclude()  # a GPU waits by itself, and the host goes on
             self._in_flight = False
 
-    def settle(self) -> None:
+    def _wait_for_writer(self) -> None:
         self._end_copies()
+        if self._under_way is not None:
+            self._under_way.wait()
         self._writer.wait_until_at_most(0)
+
+    def settle(self) -> None:
+        self._wait_for_writer()
         error = self._writer.take_error()
         if error is not None:
             raise error

@@ -22,7 +22,7 @@ from checkflow.core.errors import PlanError, UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import PlanLimits, Planner
 from checkflow.core.reports.run_report import to_dict
-from checkflow.core.state import as_models, as_optimizers
+from checkflow.core.state import as_models, as_optimizers, held_tensors, is_distributed
 from checkflow.runtime import resources
 from checkflow.runtime.arguments import (
     Arguments,
@@ -176,7 +176,8 @@ class Checkpointer:
         show_lines()
         models = as_models(model)
         optimizers = as_optimizers(optimizer, models)
-        identity = find_identity()
+        sharded = any(is_distributed(item.tensor) for item in held_tensors(models, optimizers))
+        identity = find_identity(sharded=sharded)
         walk = StateWalk(models, optimizers, of_a_rank=identity is not None)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, walk)
         council = None if identity is None else join(identity, Path(os.fspath(directory)).absolute())

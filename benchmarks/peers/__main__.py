@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from checkflow.core.units import format_seconds
 from checkflow.planner.measure.machine import this_machine
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / f"peers-{os.cpu_count()}-cores.json"
+RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs"
 KILLS = 60
 
@@ -44,9 +45,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=5, help="iterations from one checkpoint to the next [5]")
     parser.add_argument("--iterations", type=int, help="timed in a block [10 to 100, by state]")
     parser.add_argument("--threads", type=int, help="that training has [as torch chooses]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that trains [cpu]")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of kills [0]")
     parser.add_argument("--directory", type=Path, help="on the disk to measure [the temporary folder]")
-    parser.add_argument("--output", type=Path, help=f"of the figures [with all peers {RESULTS.relative_to(ROOT)}]")
+    parser.add_argument("--output", type=Path, help="of the figures [with all peers in benchmarks/results]")
     parser.add_argument(
         "--render", action="store_true", help="make the page and its plots of the figures that are there"
     )
@@ -84,7 +86,7 @@ def measure(asked: argparse.Namespace, state: str, directory: Path) -> dict[str,
             found = run_block(
                 request_for(
                     name, state, every=asked.every, iterations=asked.iterations, threads=asked.threads,
-                    directory=directory,
+                    directory=directory, device=asked.device,
                 )
             )  # fmt: skip
             if isinstance(found, Block):
@@ -145,21 +147,31 @@ def keep(content: Mapping[str, Any], output: Path | None) -> None:
         output.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_page(content: Mapping[str, Any]) -> None:
-    (DOCS / "development" / "peers.md").write_text(render(content))
+def results_of(device: str) -> Path:
+    """The file that this machine's figures are kept in."""
+    machine = f"{os.cpu_count()}-cores"
+    if device == "cuda":
+        machine = re.sub(r"[^a-z0-9]+", "-", this_machine().name.lower())
+    return RESULTS / f"peers-{machine}.json"
+
+
+def write_page(content: Mapping[str, Any], name: str) -> None:
+    """The page ``name`` and its plots."""
+    (DOCS / "development" / f"{name}.md").write_text(render(content, name))
     for state, found in content["states"].items():
-        (DOCS / "images" / f"peers-{state}.svg").write_text(plot(found["peers"]))
+        (DOCS / "images" / f"{name}-{state}.svg").write_text(plot(found["peers"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     asked = parse(argv)
+    page = "peers-gpu" if asked.device == "cuda" else "peers"
     if asked.render:
-        write_page(json.loads((asked.output or RESULTS).read_text()))
+        write_page(json.loads((asked.output or results_of(asked.device)).read_text()), page)
         return 0
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)  # the machine's name says how many
     whole = asked.output is None and asked.only is None
-    output: Path | None = RESULTS if whole else asked.output
+    output: Path | None = results_of(asked.device) if whole else asked.output
     with tempfile.TemporaryDirectory(dir=asked.directory, prefix="checkflow-peers-") as name:
         directory = Path(name).resolve()
         header = {
@@ -180,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             content |= {"kill_state": asked.states[0], "kills": kill(asked, directory)}
             keep(content, output)
     if whole:
-        write_page(content)
+        write_page(content, page)
     lines = missed(content)
     if OURS in asked.peers:
         print("\n".join(lines) or "checkflow reaches its bars")

@@ -46,6 +46,7 @@ class Request:
         every: iterations from one checkpoint to the next.
         iterations: timed with the peer, and as many without it.
         threads: that training has; None: as torch chooses.
+        device: that trains: "cpu" or "cuda".
     """
 
     peer: str
@@ -54,6 +55,7 @@ class Request:
     iterations: int
     threads: int | None
     directory: Path
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Block:
     restore_seconds: tuple[float, ...]
     raw_read_seconds: tuple[float, ...]  # just before each
     memory_bytes: int  # above training alone, at the most
+    device_memory_bytes: int | None  # likewise, of a GPU's
     note: str
 
 
@@ -87,17 +90,21 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
     """Measure one block in this process."""
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    job, make = Job(request.case), PEERS[request.peer].make
+    job, make = Job(request.case, request.device), PEERS[request.peer].make
     half = request.iterations // 2
+    job.forget_peak()
     plain = _train(job, WARM_UP + half)[WARM_UP:]
+    peak_alone = job.peak_bytes()
     checkpoints = request.directory / "checkpoints"
     with memory_watched() as alone:
         pass
     peer = make(job, request.every, checkpoints)
     note = _prepared(peer)
+    job.forget_peak()
     with memory_watched() as memory:
         peer.run(CYCLES * request.every)
         peer.settle()
+    peak = job.peak_bytes()
     with contextlib.closing(peer):
         begun, held, durable = peer.checkpoints, peer.held_seconds, len(peer.saved)
         seconds = peer.run(request.iterations)
@@ -131,7 +138,7 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
     return Block(
         job.state_bytes, tuple(plain), tuple(seconds), tail, held, -(-request.iterations // request.every), begun,
         durable_seconds, write_seconds, tuple(raw_writes), tuple(restores), tuple(raw_reads), max(memory) - alone[0],
-        note,
+        None if peak is None or peak_alone is None else peak - peak_alone, note,
     )  # fmt: skip
 
 
@@ -234,10 +241,17 @@ def _follow(child: Connection, process: psutil.Process) -> Block | None:
 
 
 def request_for(
-    peer: str, case: str, *, every: int, iterations: int | None, threads: int | None, directory: Path
+    peer: str,
+    case: str,
+    *,
+    every: int,
+    iterations: int | None,
+    threads: int | None,
+    directory: Path,
+    device: str = "cpu",
 ) -> Request:
     """A block of whole checkpoint cycles, in a new directory of its own."""
     asked = iterations or CASES[case].iterations
     whole = max(2, -(-asked // every)) * every
     place = Path(tempfile.mkdtemp(dir=directory, prefix="block-"))
-    return Request(peer, case, every, whole, threads, place)
+    return Request(peer, case, every, whole, threads, place, device)

@@ -23,6 +23,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 def figures_of(block: Block) -> dict[str, float]:
     """The figures of one block. Shares of raw are rates, turn by turn; the mean counts the wait at the end, too."""
     plain, with_it = block.plain_seconds, block.seconds
+    device_memory_bytes = block.device_memory_bytes
+    on_gpu = {} if device_memory_bytes is None else {"device_memory_share": device_memory_bytes / block.state_bytes}
     return {
         "iteration_seconds": statistics.median(plain),
         "inflation_mean": (sum(with_it) + block.tail_seconds) / len(with_it) / statistics.mean(plain) - 1,
@@ -36,6 +38,7 @@ def figures_of(block: Block) -> dict[str, float]:
         "memory_share": block.memory_bytes / block.state_bytes,
         "raw_write_bytes_per_second": block.state_bytes / statistics.median(block.raw_write_seconds),
         "raw_read_bytes_per_second": block.state_bytes / statistics.median(block.raw_read_seconds),
+        **on_gpu,
     }
 
 

@@ -14,10 +14,12 @@ from torch import nn
 import checkflow
 from checkflow.models.gpt2 import GPT2
 
+GPU_ROWS, GPU_TOKENS = 16, 512  # of a batch there: what keeps it busy for some 20 ms
+
 
 @dataclass(frozen=True)
 class Case:
-    """A size of state. ``iterations``: timed in a block."""
+    """A size of state. ``tokens``: of the one row of a batch on the CPU. ``iterations``: timed in a block."""
 
     layers: int
     heads: int
@@ -37,21 +39,36 @@ CASES = {
 
 
 def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class _Step(checkflow.TrainingStep):
+    """An iteration that returns when the GPU has done it, though not what runs beside it."""
+
+    def run(self, batch: Any) -> Any:
+        loss = super().run(batch)
+        if loss.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return loss
 
 
 class Job:
     """A training step with real tensors. One iteration has been made, so the optimizer has its state."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: str = "cpu") -> None:
         case = CASES[name]
+        self.on_gpu = on_gpu = device == "cuda"
         torch.manual_seed(0)
         self.model = GPT2(case.vocabulary, 1024, case.layers, case.heads, case.width, dropout=0.0)
         # Not every peer stores a shared tensor once, and that is not what is compared here.
         self.model.lm_head.weight = nn.Parameter(self.model.lm_head.weight.detach().clone())
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        batch = tuple(torch.randint(case.vocabulary, (2, 1, case.tokens)))
-        self.step = checkflow.TrainingStep(self.model, self.optimizer, loss=_loss, batch=batch)
+        self.model.to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=on_gpu)
+        shape = (2, GPU_ROWS, GPU_TOKENS) if on_gpu else (2, 1, case.tokens)
+        batch = tuple(torch.randint(case.vocabulary, shape).to(device))
+        self.step = _Step(self.model, self.optimizer, loss=_loss, batch=batch)
         self.train()
 
     def train(self) -> None:
@@ -76,8 +93,17 @@ class Job:
         """Of all bytes of the state."""
         found = xxhash.xxh3_128()
         for tensor in self._tensors():
-            found.update(tensor.numpy())
+            found.update(tensor.cpu().numpy())
         return found.hexdigest()
+
+    def forget_peak(self) -> None:
+        """Let :meth:`peak_bytes` count from here."""
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        """The most that was allocated on the GPU since; None on the CPU."""
+        return torch.cuda.max_memory_allocated() if self.on_gpu else None
 
     def forget(self) -> None:
         """Overwrite the state, so that a restore has to bring all of it back."""

@@ -62,7 +62,8 @@ class DcpThread(DcpSave):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._stager = DefaultStager(StagingOptions(False, self.shared, True, False))  # what is pinned needs CUDA
+        pinned = self.job.on_gpu  # and copies into pinned memory do not block
+        self._stager = DefaultStager(StagingOptions(pinned, self.shared, True, pinned))
         self._staging: Future[Any] | None = None
 
     def begin(self, path: Path) -> Wait | None:
@@ -126,7 +127,7 @@ class TorchsnapshotAsync(Torchsnapshot):
 
 
 class TorchCheckpointing(Files):
-    """``CheckpointManager`` with its asynchronous saver, set up for a CPU as its troubleshooting page says.
+    """``CheckpointManager`` with its asynchronous saver; for a CPU set up as its troubleshooting page says.
 
     A process writes. The optimizer steps under the manager's lock. It flushes nothing, and O_DIRECT, its default, fails
     on ext4. It refuses to save over a version.
@@ -140,7 +141,8 @@ class TorchCheckpointing(Files):
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         super().__init__(*arguments, **options)
-        staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+        pinned = self.job.on_gpu
+        staging = CheckpointStagerConfig(use_pinned_memory=pinned, use_non_blocking_copy=pinned)
         self._manager = CheckpointManager(
             CheckpointManager.Config(
                 save=AsyncCheckpointSaverConfig(

@@ -17,13 +17,13 @@ Content = Mapping[str, Any]
 USAGE = """\
 - **torch.save**: to a file beside its place, fsynced, then renamed. "In place" writes straight to the path, as most scripts do.
 - **dcp.save** and **dcp.async_save** (thread, process): a stager that is kept copies the state beside forward and backward; the optimizer waits for it. The files are flushed by DCP, their names by the benchmark.
-- **torchsnapshot** and **torch_checkpointing** flush nothing, so the benchmark flushes their files and names, beside training where they save beside training. torch_checkpointing runs as its troubleshooting page says for a CPU, with `manager.lock()` around the optimizer's step and without O_DIRECT, which fails on ext4.
+- **torchsnapshot** and **torch_checkpointing** flush nothing, so the benchmark flushes their files and names, beside training where they save beside training. torch_checkpointing runs, on a CPU, as its troubleshooting page says, with `manager.lock()` around the optimizer's step and without O_DIRECT, which fails on ext4.
 - **CheckFreq**: its own code needs libraries of 2019, so its mechanism runs on checkflow's store and copies: "synchronous"; "persist beside", which copies in the foreground and writes in the background; "pipelined", which also copies behind the next forward and backward, until the optimizer's step.
 - **checkflow**: `Checkpointer(every=…)` as it comes. It makes its plan before anything is timed.
 
 Where training has one thread of two cores, as with `--threads 1`, saves have the other core, as the host of a GPU has some to spare. Where training takes all cores, whatever a save computes or copies takes its time.
 
-A version counts when its bytes, its folders and its names are flushed. "Durable after" is measured while training goes on, from the beginning of the save; "durable write" while it stands still, from when the state is in host memory. checkflow, CheckFreq, dcp.async_save and torchsnapshot async_take copy it there first; torch_checkpointing does not tell when it has, and the others make no copy: for them it counts from the beginning. "Hold" is how long the training thread waits or copies for one checkpoint: timed around the library's calls, and for checkflow as its [run report](../reference/run-report.md) counts it. "Memory" is what a peer's processes add to training at most, each shared page counted once; without checkflow's planner, which has ended by then. All peers keep two versions, each at a new path. Each restore brings all bytes into memory, from files that the page cache was told to forget, and is compared bit for bit. For checkflow this is the part of `Checkpointer()` that restores; to read its plan takes further time.
+A version counts when its bytes, its folders and its names are flushed. "Durable after" is measured while training goes on, from the beginning of the save; "durable write" while it stands still, from when the state is in host memory. checkflow, CheckFreq, dcp.async_save and torchsnapshot async_take copy it there first; torch_checkpointing does not tell when it has, and the others make no copy: for them it counts from the beginning. "Hold" is how long the training thread waits or copies for one checkpoint: timed around the library's calls, and for checkflow as its [run report](../reference/run-report.md) counts it. "Host memory" is what a peer's processes add to training at most, each shared page counted once; without checkflow's planner, which has ended by then. "GPU memory" is what the allocator's peak rises by. All peers keep two versions, each at a new path. Each restore brings all bytes into memory, from files that the page cache was told to forget, and is compared bit for bit. For checkflow this is the part of `Checkpointer()` that restores; to read its plan takes further time.
 """  # noqa: E501
 
 
@@ -57,7 +57,8 @@ STORAGE = (
     Column("durable_seconds", "durable after", "seconds"),
     Column("durable_share", "durable write, of raw", "share"),
     Column("restore_share", "restore, of raw", "share"),
-    Column("memory_share", "memory, of the state", "share"),
+    Column("memory_share", "host memory, of the state", "share"),
+    Column("device_memory_share", "GPU memory, of the state", "share"),
     Column("made_share", "made, of asked", "share"),
 )
 PLOTTED = (TRAINING[0], TRAINING[3], STORAGE[1], STORAGE[2])
@@ -65,6 +66,7 @@ PLOTTED = (TRAINING[0], TRAINING[3], STORAGE[1], STORAGE[2])
 
 def _sized(columns: Sequence[Column], peers: Mapping[str, Figures]) -> str:
     rows = []
+    columns = [column for column in columns if any(column.name in figures for figures in peers.values())]
     for name, figures in peers.items():
         if "failed" not in figures:
             rows.append([name, *(column.cell(figures) for column in columns)])
@@ -85,8 +87,8 @@ def _kills(kills: Mapping[str, Any]) -> str:
     return table(header, rows)
 
 
-def render(content: Content, images: str = "../images") -> str:
-    """The page; ``images``: where its plots are, seen from it."""
+def render(content: Content, name: str = "peers", images: str = "../images") -> str:
+    """The page ``name``, which its plots are named after; ``images``: where they are, seen from it."""
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     parts = [
         "# Beside other checkpointers",
@@ -107,7 +109,7 @@ def render(content: Content, images: str = "../images") -> str:
             f"## {format_size(found['state_bytes'])} of state",
             f"{rounds} round{'s' * (rounds > 1)}. An iteration takes {format_seconds(iteration)}. Raw, the disk writes "
             f"durably {format_rate(writes)} and reads {format_rate(reads)}.",
-            f"![What checkpoints of {state} GB cost]({images}/peers-{state}.svg)",
+            f"![What checkpoints of {state} GB cost]({images}/{name}-{state}.svg)",
             _sized(TRAINING, found["peers"]),
             _sized(STORAGE, found["peers"]),
             *_failures(found["peers"]),

@@ -31,8 +31,11 @@ class Identity:
     launch: str
 
 
-def find_identity(environment: Mapping[str, str] = os.environ) -> Identity | None:
+def find_identity(environment: Mapping[str, str] = os.environ, *, sharded: bool = False) -> Identity | None:
     """This process's identity by torch.distributed; None: it trains alone, and needs no council.
+
+    Args:
+        sharded: the job holds DTensors, so it is saved as a job of ranks even if it has one.
 
     Raises:
         UnsupportedError: torchrun has started several processes, and the process group is not there yet.
@@ -46,7 +49,7 @@ def find_identity(environment: Mapping[str, str] = os.environ) -> Identity | Non
             )
         return None
     rank, world_size = group
-    if world_size == 1:
+    if world_size == 1 and not sharded:
         return None
     local = environment.get("LOCAL_RANK", "")
     node = environment.get("GROUP_RANK") or socket.gethostname()

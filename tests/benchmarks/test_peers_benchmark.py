@@ -39,6 +39,7 @@ BLOCK = Block(
     restore_seconds=(0.05, 0.08, 0.05),
     raw_read_seconds=(0.04, 0.04, 0.03),
     memory_bytes=220 * MB,
+    device_memory_bytes=None,
     note="",
 )
 

@@ -102,7 +102,7 @@ class Job:
         with Checkpointer(self.model, self.optimizer, directory=directory, plan=plan, **options) as checkpointer:
             truths = run_oracle(checkpointer, self.iterate, self.models, self.optimizers, iterations=iterations)
         steps = [int(path.name[5:]) for path in sorted(find(directory))]
-        assert steps == list(range(plan.interval, iterations + 1, plan.interval))
+        assert steps == [*range(plan.interval, iterations, plan.interval), iterations]  # the end is one, too
         for path in find(directory):
             assert_checkpoint_is(path, truths[int(path.name[5:])])
         report = checkpointer.report()

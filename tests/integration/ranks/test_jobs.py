@@ -133,9 +133,10 @@ def test_a_job_goes_on_with_other_ranks(tmp_path: Path, first: tuple[str, int], 
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_from_several_ranks_and_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_one_process_goes_on_from_several_ranks_and_back(tmp_path: Path, kind: str) -> None:
     folder = numbered(tmp_path)
-    ends = [run_job(folder(), ranks, tmp_path / "all", "ddp", 1).last(0, "ended") for ranks in (2, 1, 2)]
+    ends = [run_job(folder(), ranks, tmp_path / "all", kind, 1).last(0, "ended") for ranks in (2, 1, 2)]
     assert len({(end["step"], end["digest"]) for end in ends}) == 1
 
 
