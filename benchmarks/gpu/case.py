@@ -35,6 +35,7 @@ from benchmarks.gpu.loop import (
     block,
     checkpointing,
     phase_medians,
+    slowest,
     train,
     warm_up_iterations,
     what_ran,
@@ -262,6 +263,7 @@ def step_time(blocks: Sequence[Block]) -> Row:
     size_bytes = checkpointed[-1].report["checkpoint_bytes"] or 0
     return {
         **figures,
+        "slowest": {kind: slowest(blocks, kind) for kind in (PLAIN, CHECKPOINTED)},
         "phase_seconds": {kind: phase_medians(blocks, kind) for kind in (PLAIN, CHECKPOINTED)},
         "held_seconds": sum(held.values()) - held["buffers"],
         "held_seconds_by_phase": held,

@@ -318,6 +318,20 @@ def phase_medians(blocks: Sequence[Block], kind: str) -> dict[str, float]:
     return {name: float(torch.tensor(column).median()) for name, column in zip(PHASES, columns, strict=True)}
 
 
+def slowest(blocks: Sequence[Block], kind: str, count: int = 5) -> list[Row]:
+    """The slowest iterations of one kind of block, with their places: what a 99th percentile is made of."""
+    found = [
+        (sum(row), number, place, row)
+        for number, one in enumerate(blocks)
+        if one.kind == kind
+        for place, row in enumerate(one.phases)
+    ]
+    return [
+        {"seconds": seconds, "block": number, "iteration": place, "phase_seconds": dict(zip(PHASES, row, strict=True))}
+        for seconds, number, place, row in sorted(found, reverse=True)[:count]
+    ]
+
+
 LARGE_BYTES = 2**20  # of a copy, in the mean of a call
 
 

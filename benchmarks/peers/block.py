@@ -30,7 +30,7 @@ from benchmarks.peers.peers import PEERS
 from benchmarks.store_speed import drop
 
 WARM_UP = 3  # iterations, before training without checkpoints is timed
-CYCLES = 2  # checkpoints, before those that are timed
+CYCLES = 4  # checkpoints, before those that are timed: checkflow audits the first three of each plan
 AT_REST = 3  # saves, and restores
 WATCH_SECONDS = 0.02
 EXIT_SECONDS = 60.0
@@ -117,7 +117,8 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
     raw_writes: list[float] = []
     with contextlib.closing(make(job, 1, checkpoints)) as peer:
         _prepared(peer)
-        peer.save()  # which also makes what a job makes once
+        for _ in range(CYCLES):
+            peer.save()
         durable = len(peer.saved)
         for _ in range(AT_REST):
             peer.save(lambda: raw_writes.append(raw.write_seconds(request.directory, job.state_bytes)))
