@@ -5,12 +5,16 @@ order.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from checkflow.core.errors import PlanError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
+
+#: What the link takes within this time is released at once: on a GPU a hook costs tens of microseconds.
+RELEASE_SECONDS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +96,10 @@ def compile_plan(
             # Work of earlier anchors that did not fire is done here.
             tables.setdefault(in_time(due), _empty_table())
     after_step: list[int] = []
+    places = _release_places(plan, before)
     for index, chunk in enumerate(plan.chunks):
         iteration, step = divmod(chunk.offload_step, steps)
-        released = iteration * steps + before[step]
+        released = places[index]
         deadline = plan.deadlines[chunk.tensor]
         if deadline is None or planned[deadline].kind is AnchorKind.OPTIMIZER_POST:
             after_step.append(index)
@@ -125,6 +130,27 @@ def compile_plan(
     )
     position = {(work.iteration, work.key): index for index, work in enumerate(works)}
     return Program(works, position, tuple(after_step))
+
+
+def _release_places(plan: Plan, before: Sequence[int]) -> list[int]:
+    """Where each chunk is released: at the last anchor before its planned step, or with chunks that leave just before.
+
+    A snapshot would be held up by what is released early, so that a plan with snapshots releases each chunk in its own
+    segment.
+    """
+    steps = len(before)
+    places = [chunk.offload_step // steps * steps + before[chunk.offload_step % steps] for chunk in plan.chunks]
+    if any(chunk.snapshot_step is not None for chunk in plan.chunks):
+        return places
+    most_bytes = plan.bandwidth_bytes_per_second * RELEASE_SECONDS
+    place, gathered_bytes = 0, math.inf
+    for index in sorted(range(len(places)), key=lambda index: plan.chunks[index].offload_step):
+        length_bytes = plan.chunks[index].length_bytes
+        if gathered_bytes + length_bytes > most_bytes:
+            place, gathered_bytes = places[index], 0
+        gathered_bytes += length_bytes
+        places[index] = place
+    return places
 
 
 def _is_snapshot(plan: Plan, chunk: int) -> bool:
