@@ -22,7 +22,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         train(Path(sys.argv[1]), int(sys.argv[2]))
         return
-    from tests.support.browser import browser
+    from tests.support.html.browser import browser
 
     with tempfile.TemporaryDirectory() as name, browser() as window:
         folder = Path(name)

@@ -30,7 +30,7 @@ from benchmarks.peers.peers import PEERS
 from benchmarks.store_speed import drop
 
 WARM_UP = 3  # iterations, before training without checkpoints is timed
-CYCLES = 4  # checkpoints, before those that are timed: checkflow audits the first three of each plan
+CYCLES = 3  # checkpoints, before those that are timed: checkflow audits the first three of each plan
 AT_REST = 3  # saves, and restores
 WATCH_SECONDS = 0.02
 EXIT_SECONDS = 60.0

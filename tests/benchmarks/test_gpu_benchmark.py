@@ -58,8 +58,8 @@ from checkflow.runtime.transfer.cudart import Copies, CudaRuntime
 from checkflow.runtime.transfer.engine import Transfer
 from tests.runtime.transfer.test_cudart import Library
 from tests.support.dead_jobs import folders_below, give_back, needs_memory
-from tests.support.fake_device import FakeDevice, simulate_gpu
-from tests.support.locked_memory import skip_where_unable
+from tests.support.gpu.fake_device import FakeDevice, simulate_gpu
+from tests.support.gpu.locked_memory import skip_where_unable
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -310,7 +310,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 def task(name: str, *, most_seconds: float = 1800.0, least_seconds: float = 1.0) -> gpu.Task:
     """The first word of the name is the function."""
     part = Part(name, "", most_seconds, least_seconds, on_cpu=True)
-    return gpu.Task(part, f"tests.support.gpu_faults:{name.partition(' ')[0]}")
+    return gpu.Task(part, f"tests.support.gpu.faults:{name.partition(' ')[0]}")
 
 
 def run_in(folder: Path, budget_seconds: float = 3600.0) -> gpu.Run:
@@ -376,7 +376,7 @@ def test_parts_that_go_wrong_cost_the_others_nothing(
     said = (tmp_path / "log").read_text()
     assert "ValueError: with\na reason" in said
     for function in ("hang", "crash"):
-        assert re.search(rf"gpu_faults\.py\", line \d+ in {function}$", said, re.MULTILINE)
+        assert re.search(rf"faults\.py\", line \d+ in {function}$", said, re.MULTILINE)
     assert gpu_figures.incomplete({"parts": parts}, [one.part for one in chosen]) == []
 
 
@@ -440,7 +440,7 @@ def test_parts_that_the_machine_is_unable_to_are_skipped_with_the_reason(tmp_pat
     run = run_in(tmp_path)
     run.note(Part("smoke", "", 1.0, 1.0), "failed", "", 0.5, [{"section": "device"}, *kinds.values()])
     needing = [
-        gpu.Task(Part(what, "", 1800.0, 1.0, on_cpu=True, needs=(what,)), "tests.support.gpu_faults:go_well")
+        gpu.Task(Part(what, "", 1800.0, 1.0, on_cpu=True, needs=(what,)), "tests.support.gpu.faults:go_well")
         for what in (gpu_figures.LOCKED_MEMORY, gpu_figures.RIGHT_COPIES)
     ]
     gpu.perform(run, needing, {"device": "cpu"}, worker)
@@ -452,7 +452,7 @@ def test_parts_that_the_machine_is_unable_to_are_skipped_with_the_reason(tmp_pat
 
 def test_parts_that_time_nothing_run_beside_each_other(tmp_path: Path, worker: Worker) -> None:
     beside = [
-        gpu.Task(Part(name, "", 1800.0, 1.0, beside="all"), f"tests.support.gpu_faults:{name}")
+        gpu.Task(Part(name, "", 1800.0, 1.0, beside="all"), f"tests.support.gpu.faults:{name}")
         for name in ("go_well", "crash", "fail")
     ]
     run = run_in(tmp_path)
@@ -466,7 +466,7 @@ def test_parts_that_time_nothing_run_beside_each_other(tmp_path: Path, worker: W
 def test_a_part_that_is_the_last_of_its_process(tmp_path: Path, worker: Worker) -> None:
     parts = [Part(f"part {number}", "", 1800.0, 1.0, on_cpu=True, last=number == 1) for number in range(4)]
     run = run_in(tmp_path)
-    gpu.perform(run, [gpu.Task(part, "tests.support.gpu_faults:go_well") for part in parts], {"device": "cpu"}, worker)
+    gpu.perform(run, [gpu.Task(part, "tests.support.gpu.faults:go_well") for part in parts], {"device": "cpu"}, worker)
     first, last, other, same = (run.result["parts"][part.name]["rows"][0]["process"] for part in parts)
     assert first == last != other == same
 
@@ -474,7 +474,7 @@ def test_a_part_that_is_the_last_of_its_process(tmp_path: Path, worker: Worker) 
 def test_parts_of_one_word_meet_and_others_come_after_them(tmp_path: Path, worker: Worker) -> None:
     pairs = [
         gpu.Task(
-            Part(f"{pair} {number}", "", 1800.0, 1.0, beside=pair), "tests.support.gpu_faults:meet",
+            Part(f"{pair} {number}", "", 1800.0, 1.0, beside=pair), "tests.support.gpu.faults:meet",
             {"folder": str(tmp_path / "met"), "pair": pair},
         )
         for pair in ("first", "second") for number in range(2)
@@ -548,7 +548,7 @@ def test_what_a_killed_part_had_in_temporary_folders_goes_with_it(tmp_path: Path
     others = tmp_path / gpu_worker.scratch(1)
     others.mkdir()
     rows: list[dict[str, Any]] = []
-    status, reason = worker.run("tests.support.gpu_faults:leave_a_folder", {"folder": str(tmp_path)}, 1800.0, rows)
+    status, reason = worker.run("tests.support.gpu.faults:leave_a_folder", {"folder": str(tmp_path)}, 1800.0, rows)
     assert (status, reason) == ("failed", "its process ended with signal SIGKILL")
     (row,) = rows
     assert len(row["folders"]) == 2
@@ -563,7 +563,7 @@ def test_what_a_killed_part_had_in_shared_memory_goes_with_it(
     monkeypatch.setattr(gpu_worker, "_SECONDS_TO_END", 0.0)
     rows: list[dict[str, Any]] = []
     context = {"numbers": 0, "traced": 0, "host_memory": 0}
-    assert worker.run("tests.support.gpu_faults:go_well", context, 1800.0, rows) == ("done", "")
+    assert worker.run("tests.support.gpu.faults:go_well", context, 1800.0, rows) == ("done", "")
     its_own = tmp_path / f"{gpu_worker.scratch(rows[0]['process'])}alive"  # as of a process that it started, and lives
     others = tmp_path / "others"
     with contextlib.ExitStack() as ending:
@@ -578,7 +578,7 @@ def test_what_a_killed_part_had_in_shared_memory_goes_with_it(
         )
         assert dead.returncode == -signal.SIGKILL, dead.stderr
         assert len(folders_below(tmp_path)) == 3
-        status, _ = worker.run("tests.support.gpu_faults:leave_memory", {"folder": str(tmp_path)}, 1800.0, rows)
+        status, _ = worker.run("tests.support.gpu.faults:leave_memory", {"folder": str(tmp_path)}, 1800.0, rows)
         assert status == "failed"
         left = Path(rows[1]["left"])
         assert left.parent == records.ROOT
@@ -600,7 +600,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_torch_gives_gpu_memory_back_after_each_part(tmp_path: Path, worker: Worker) -> None:
     said = []
     for used in (True, False):
-        assert worker.run("tests.support.gpu_faults:use_memory", {"used": used}, 1800.0, []) == ("done", "")
+        assert worker.run("tests.support.gpu.faults:use_memory", {"used": used}, 1800.0, []) == ("done", "")
         said.append((tmp_path / "log").read_text())
     assert said == ["given back\n"] * 2
 

@@ -38,7 +38,7 @@ from checkflow.runtime.transfer.cuda_device import CudaDevice
 from checkflow.runtime.transfer.cudart import load_runtime
 from checkflow.runtime.transfer.engine import Transfer
 from tests.support import oracle
-from tests.support.locked_memory import LockedMemory, skip_where_unable
+from tests.support.gpu.locked_memory import LockedMemory, skip_where_unable
 from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
 
 pytestmark = pytest.mark.cuda

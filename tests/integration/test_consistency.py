@@ -16,7 +16,7 @@ from checkflow.api import Checkpointer
 from checkflow.core.errors import ConsistencyError, MismatchError
 from checkflow.core.plan import Plan
 from checkflow.runtime.store.discovery import find
-from tests.support.fake_device import simulate_gpu
+from tests.support.gpu.fake_device import simulate_gpu
 from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan, run_oracle, same_bits
 
 

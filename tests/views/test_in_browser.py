@@ -25,10 +25,10 @@ from checkflow.simulate.simulation import RunSpread
 from checkflow.simulate.strategies import StorageSpeed
 from checkflow.views.page import write
 from checkflow.views.simulation import simulation_page
-from tests.support.browser import Browser, browser
 from tests.support.horizons import make_step
+from tests.support.html.browser import Browser, browser
+from tests.support.html.page_data import HOSTILE, make_page_plan
 from tests.support.oracle import random_plan
-from tests.support.page_data import HOSTILE, make_page_plan
 from tests.support.planned_jobs import plan_by_trace
 
 SHOWN = HOSTILE.replace("\x1b", "\\x1b")

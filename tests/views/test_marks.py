@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from checkflow.planner.schedule.replay import check_plan
 from checkflow.views import marks
 from checkflow.views.marks import PIXELS, Mark, merged
-from tests.support.page_data import make_page_plan
+from tests.support.html.page_data import make_page_plan
 
 LASTING = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([0.0, 0.1, 0.4, 1.0, 7.0])), max_size=300)
 

@@ -17,7 +17,7 @@ from checkflow.planner.schedule.compare import compare_plan
 from checkflow.views import page
 from checkflow.views.comparison import comparison_page, names_of
 from checkflow.views.page import Chart, Fact, Facts, Table, Words, render
-from tests.support.page_data import HOSTILE, make_page_plan
+from tests.support.html.page_data import HOSTILE, make_page_plan
 
 
 @pytest.fixture

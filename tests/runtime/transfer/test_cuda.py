@@ -22,7 +22,7 @@ from checkflow.core.errors import CheckflowError
 from checkflow.runtime.transfer import cuda, cuda_capture
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
 from checkflow.runtime.transfer.engine import Concluded, Transfer
-from tests.support.fake_device import FakeDevice, FakeStream
+from tests.support.gpu.fake_device import FakeDevice, FakeStream
 
 STREAMS = ("main", "backward", "user")
 

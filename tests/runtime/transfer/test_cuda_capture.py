@@ -29,7 +29,7 @@ from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.state.collect import capture_generators, restore_generators
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
-from tests.support.fake_device import FakeDevice, simulate_gpu
+from tests.support.gpu.fake_device import FakeDevice, simulate_gpu
 from tests.support.oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
 
 

@@ -17,9 +17,9 @@ from checkflow.runtime.persist.saver import make_engine
 from checkflow.runtime.transfer import cuda, host
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
 from checkflow.runtime.transfer.engine import CopyEngine, Transfer
-from tests.support import fake_device
-from tests.support.fake_device import FakeDevice
-from tests.support.locked_memory import LockedMemory, device_of
+from tests.support.gpu import fake_device
+from tests.support.gpu.fake_device import FakeDevice
+from tests.support.gpu.locked_memory import LockedMemory, device_of
 from tests.support.waiting import PATIENCE_SECONDS
 
 TARGETS: list[LockedMemory] = []  # of the test that runs

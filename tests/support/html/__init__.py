@@ -1,0 +1,1 @@
+"""Pages for a browser: what they show, and the browser."""
