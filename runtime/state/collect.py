@@ -75,11 +75,15 @@ class StateWalk:
         """The state of the last call of ``current``, without checking for changes."""
         return self.current() if self._state is None else self._state
 
-    def current(self) -> TrainingState:
-        """The state: the same object as at the last call exactly if no tensor, and no memory of one, changed."""
+    def current(self, *, memory: bool = True) -> TrainingState:
+        """The state: the same object as at the last call exactly if no tensor, and no memory of one, changed.
+
+        Args:
+            memory: look at that, too, which is most of the time that a look takes; otherwise the next one does.
+        """
         for module in self._fsdp:
             module.reshard()  # it keeps whole parameters after a forward pass that no backward pass has followed
-        if self._state is None or not self._unchanged():
+        if self._state is None or not (self._unchanged() and (not memory or self._now_forms() == self._forms)):
             self._state = collect_state(self._models, self._optimizers, of_a_rank=self._of_a_rank)
             self._remember()
         return self._state
@@ -92,7 +96,6 @@ class StateWalk:
             and all(container.get(key) is value for container, key, value in self._slots)
             and self._now_members() == self._members
             and not any(torch.is_tensor(table.get(key)) for table, key in self._numbers)
-            and self._now_forms() == self._forms
         )
 
     def _now_members(self) -> list[int]:
