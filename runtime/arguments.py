@@ -90,12 +90,12 @@ def check_arguments(
         raise ValueError(f"audit must be a whole number of at least 0, not {audit!r}")
 
 
-def refuse_for_ranks(ranks: int, plan: object) -> None:
+def refuse_for_ranks(plan: object) -> None:
     """Refuse what several ranks cannot do yet. Raises UnsupportedError."""
     if plan not in (None, "auto"):
         raise UnsupportedError(
-            f"plan= names one plan, and the job has {ranks} ranks, which copy different parts of the state: leave it "
-            "out; each rank makes its own plan"
+            "plan= names one plan, and each rank copies another part of the state: leave it out; each rank makes its "
+            "own plan"
         )
 
 

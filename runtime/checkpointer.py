@@ -183,7 +183,7 @@ class Checkpointer:
         council = None if identity is None else join(identity, Path(os.fspath(directory)).absolute())
         with refusing_together(council):
             if council is not None:
-                refuse_for_ranks(council.world_size, plan)
+                refuse_for_ranks(plan)
             given = read_plan(plan, asked.every, self._check_plan)
             device = check_job(job, given, of_a_rank=council is not None)
             parts = assemble(

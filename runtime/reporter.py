@@ -438,7 +438,7 @@ def end_line(report: RunReport, directory: Path, where: str) -> str:
     if report.failed:
         parts.append(f"{report.failed} failed, the last one by {report.last_failure}")
     parts += _held_words(report)
-    if report.ranks is not None:
+    if report.ranks is not None and report.ranks.count > 1:
         parts.append(_ranks_words(report.ranks))
     parts.append(f"see {directory / FILE}" if where == str(directory) else f"the directory is {where}")
     return "; ".join(parts)

@@ -52,6 +52,7 @@ from checkflow.runtime.state.meshes import placements
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.weights.exporter import optimizer_state, state_dicts
+from checkflow.runtime.weights.load import load_weights
 from tests.support.planned_jobs import plan_by_trace
 from tests.support.recording import record_step
 from tests.support.steps.training_steps import sgd
@@ -269,7 +270,7 @@ def test_sparse_state_of_an_optimizer(tmp_path: Path, plan: Plan) -> None:
     assert_refused(lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, says)
 
 
-def test_distributed_tensors(tmp_path: Path, plan: Plan) -> None:
+def test_distributed_tensors(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import DeviceMesh, DTensor
 
@@ -277,11 +278,8 @@ def test_distributed_tensors(tmp_path: Path, plan: Plan) -> None:
     try:
         mesh = DeviceMesh("cpu", [0])
         model = with_buffer(DTensor.from_local(torch.zeros(2), mesh))
-        optimizer = sgd(model.parameters())
-        # The planner knows them: tests/planner/trace/test_several_ranks.py.
-        assert_refused(
-            lambda: Checkpointer(model, optimizer, directory=tmp_path, plan=plan), UnsupportedError, "DTensor"
-        )
+        torch.save({"odd": torch.zeros(2)}, tmp_path / "weights.pt")
+        assert_refused(lambda: load_weights(model, tmp_path / "weights.pt"), UnsupportedError, "before it is sharded")
     finally:
         dist.destroy_process_group()
 
@@ -736,7 +734,7 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "closed": (goes_on_closed, "is closed, and would save nothing"),
     "twice": (iterates_twice, "iterated twice"),
     "at once": (nested_iterations, "cannot go on"),
-    "a plan of ranks": (lambda _, plan: refuse_for_ranks(4, plan), "plan= names one plan"),
+    "a plan of ranks": (lambda _, plan: refuse_for_ranks(plan), "plan= names one plan"),
     "ranks without a group": (
         lambda _, __: find_identity({"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": "4"}),
         "torchrun has started 4 ranks",

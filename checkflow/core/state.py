@@ -351,7 +351,7 @@ def _in_parts(item: StateTensor, *, of_a_rank: bool) -> Iterator[StateTensor]:
     if is_distributed(tensor):
         if not of_a_rank:
             raise UnsupportedError(
-                f"state tensor {item.name} is a DTensor: this version checkpoints the whole tensors of one process"
+                f"state tensor {item.name} is a DTensor: load weights into the model before it is sharded"
             )
         _refuse_partial(item)
     if tensor.is_nested and not is_traceable_wrapper_subclass(tensor):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import checkflow
 from benchmarks import cpu_overhead, frequency, ways
 from checkflow.models import digits
+from checkflow.runtime.persist import saver
 from checkflow.runtime.state.collect import StateWalk
 from checkflow.runtime.transfer import host
 from checkflow.runtime.transfer.host import HostCopyEngine
@@ -67,7 +68,7 @@ def saved_by(way: str, directory: Path, number: int) -> dict[str, torch.Tensor]:
 def test_a_baseline_saves_the_state_at_its_boundaries(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ways, "HostCopyEngine", LateEngine)
+    monkeypatch.setattr(saver, "HostCopyEngine", LateEngine)
     monkeypatch.setattr(host, "SMALL_BYTES", -1)  # which are copied at once otherwise
     step = small_step()
     with closing(ways.BASELINES[way](step, 2, tmp_path / "saved")) as job:
