@@ -265,7 +265,7 @@ def test_reading_ahead_without_memory_for_a_further_thread(
 
     monkeypatch.setattr(block_reader, "_start", start)
     with opened(written) as file:
-        ahead = Ahead([(file, block) for block in range(BLOCKS)])
+        ahead = Ahead([(file, block) for block in range(BLOCKS)], threads=6)
         ahead.begin()
         with pytest.raises(MemoryError, match="no stack"):
             ahead.finish(lambda number, data: None)
