@@ -187,7 +187,7 @@ class BoundaryActions:
         if due:
             self._clock.shift(self._capture(epoch_end))
         else:
-            state = self._job.walk.current(memory=False)  # ``capture_passed`` looks again
+            state = self._job.walk.current(whole=False)
             self._passed, self._passed_epoch_end = (state, _versions(state)), epoch_end
             self._passed_extra = self._extra_before_workers(epoch_end=epoch_end)
         self._pace.left()

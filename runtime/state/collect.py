@@ -49,7 +49,8 @@ class StateWalk:
     """All state tensors of a job as they are now. The walk over modules is repeated only when something changed.
 
     Each call checks by identity: the optimizers' containers (``load_state_dict`` makes new ones), what they hold, and
-    each tensor's address, type, shape and strides, under each of its names (a tied tensor may get its own memory).
+    each tensor's address, under each of its names (a tied tensor may get its own memory); a whole one also its type,
+    shape and strides, which change where the address does not only if ``.data`` becomes a view of itself.
     """
 
     def __init__(self, models: Models, optimizers: Optimizers, *, of_a_rank: bool = False) -> None:
@@ -75,15 +76,16 @@ class StateWalk:
         """The state of the last call of ``current``, without checking for changes."""
         return self.current() if self._state is None else self._state
 
-    def current(self, *, memory: bool = True) -> TrainingState:
+    def current(self, *, whole: bool = True) -> TrainingState:
         """The state: the same object as at the last call exactly if no tensor, and no memory of one, changed.
 
         Args:
-            memory: look at that, too, which is most of the time that a look takes; otherwise the next one does.
+            whole: compare types, shapes and strides, too, which takes most of the time; otherwise the next call does.
         """
         for module in self._fsdp:
             module.reshard()  # it keeps whole parameters after a forward pass that no backward pass has followed
-        if self._state is None or not (self._unchanged() and (not memory or self._now_forms() == self._forms)):
+        looks = _FORM if whole else _FORM[:1]
+        if self._state is None or not (self._unchanged() and self._now_forms(looks) == self._forms[: len(looks)]):
             self._state = collect_state(self._models, self._optimizers, of_a_rank=self._of_a_rank)
             self._remember()
         return self._state
@@ -103,12 +105,12 @@ class StateWalk:
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
         return [id(parameter) for group in groups for parameter in group["params"]]
 
-    def _now_forms(self) -> list[list[Any]]:
+    def _now_forms(self, looks: Iterable[Callable[[torch.Tensor], Any]] = _FORM) -> list[list[Any]]:
         """What identifies each tensor's region of memory."""
         tensors = self._dense
         if self._composites:
             tensors = tensors + [part for tensor in self._composites for _, part in dense_parts(tensor)]
-        return [list(map(look, tensors)) for look in _FORM]
+        return [list(map(look, tensors)) for look in looks]
 
     def _remember(self) -> None:
         assert self._state is not None

@@ -776,6 +776,19 @@ def test_memory_that_was_changed_after_an_explicit_last_step_is_not_saved(
     assert "step 6 is not saved: the state was changed after it" in caplog.text
 
 
+def test_memory_that_is_replaced_in_each_iteration_is_saved_at_the_last_step(tmp_path: Path) -> None:
+    plan, (model, optimizer, iterate) = make_plan(), make()
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=4) as checkpointer:
+        for _ in range(6):
+            iterate()
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clamp(-1, 1)
+            checkpointer.step()
+        state = clone_state({"model": model}, {"optimizer": optimizer})
+    assert steps(tmp_path) == [4, 6]
+    assert_checkpoint_is(tmp_path / "step-00000006", state)
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_the_log_names_a_directory_where_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture, gone: bool) -> None:
     """Moved while the job runs, or deleted: nothing is where it was."""

@@ -104,13 +104,17 @@ def test_every_checkpoint_has_state_as_it_was_then(tmp_path: Path) -> None:
     assert check(tmp_path, truths) == list(range(1, 9))
 
 
-def test_a_quick_look_leaves_memory_to_the_next_whole_one() -> None:
+def test_a_quick_look_sees_new_memory_and_leaves_shapes_to_the_next_whole_one() -> None:
     model = nn.Linear(2, 2)
     walk = StateWalk({"model": model}, {})
     state = walk.current()
-    model.bias.data = model.bias.detach().clone()
-    assert walk.current(memory=False) is state
+    assert walk.current(whole=False) is state
+    model.weight.data = model.weight.detach().t()
+    assert walk.current(whole=False) is state
     assert walk.current() is not state
     state = walk.current()
+    model.bias.data = model.bias.detach().clone()
+    assert walk.current(whole=False) is not state
+    state = walk.current()
     model.bias = nn.Parameter(torch.zeros(2))
-    assert walk.current(memory=False) is not state
+    assert walk.current(whole=False) is not state
