@@ -58,7 +58,8 @@ class AnchorHooks:
     """The hooks of one job. Raises MismatchError if the job lacks what a key names.
 
     Args:
-        fire: called with each key in ``keys`` when it is reached, and with every optimizer's pre- and post-step.
+        fire: called with each key in ``keys`` when it is reached, and with every optimizer's pre- and post-step;
+            see :meth:`skip_gradients`.
         on_forward: called with the name and arguments of a whole model in training mode, outside of backward.
         on_evaluation: called at each forward of a whole model in evaluation mode.
         on_training: called when a hooked module or a whole model runs forward in training mode, outside of backward.
@@ -92,6 +93,7 @@ class AnchorHooks:
         self._targets: dict[Place, Any] = {}
         self._occurrences: dict[Place, _Occurrences] = {}  # of optimizers
         self._boundary = 0  # number of the last boundary
+        self._gradients_matter = True  # otherwise nobody waits for them before the next step or boundary
         self._removers: list[Callable[[], None]] = []
         self._hangings: list[Hanging] = []
         self._look_again = False  # a hook was compiled
@@ -110,6 +112,14 @@ class AnchorHooks:
     def reset(self) -> None:
         """A boundary: count occurrences from 0 again."""
         self._boundary += 1
+        self._gradients_matter = True
+
+    def skip_gradients(self) -> None:
+        """Let the anchors at gradients pass in silence until an evaluation, an optimizer's step or a boundary.
+
+        A job has hundreds of them, and between checkpoints only the first says something new: that backward runs.
+        """
+        self._gradients_matter = False
 
     def remove(self) -> None:
         while self._removers:
@@ -202,6 +212,7 @@ class AnchorHooks:
                 self._on_forward(name, (arguments, keywords))
                 self._on_training()
             else:
+                self._gradients_matter = True  # a backward that follows is training again
                 self._on_evaluation()
 
         def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
@@ -259,7 +270,8 @@ class AnchorHooks:
         occurrences = _Occurrences((kind, name))
 
         def hook(_parameter: torch.Tensor) -> None:
-            self._reached(occurrences)
+            if self._gradients_matter:
+                self._reached(occurrences)
 
         return hook
 
@@ -286,6 +298,7 @@ class AnchorHooks:
         if name in self._unevaluated:
             self._unevaluated.discard(name)
             self._on_repeated(name)
+        self._gradients_matter = True
         self._step_reached(AnchorKind.OPTIMIZER_POST, name)
 
 

@@ -175,6 +175,8 @@ class Execution:
                 except Exception as error:
                     if self._give_up(error):
                         raise
+        elif key.kind is AnchorKind.GRADIENT:
+            self._hooks.skip_gradients()
         if key.kind is AnchorKind.OPTIMIZER_POST:
             self._listener.on_stepped(key.name)
             self.capturer.note()  # what has written, and what the loop may write next

@@ -133,7 +133,7 @@ def compile_plan(
 
 
 def _release_places(plan: Plan, before: Sequence[int]) -> list[int]:
-    """Where each chunk is released: at the last anchor before its planned step, or with chunks that leave just before.
+    """Where each chunk is released: at the last anchor before its planned step, or together with chunks before it.
 
     A snapshot would be held up by what is released early, so that a plan with snapshots releases each chunk in its own
     segment.

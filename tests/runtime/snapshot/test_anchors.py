@@ -1,4 +1,4 @@
-"""A watched model is pickled and copied as the plain model that the user made."""
+"""Hooks at anchors: which are called when, and a watched model is pickled and copied as the one that the user made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from checkflow import Checkpointer
+from checkflow import Checkpointer, TrainingStep
+from checkflow.core.graph import AnchorKey, AnchorKind
+from checkflow.runtime.snapshot.anchors import AnchorHooks
+from checkflow.runtime.snapshot.executor import Execution
+from tests.support.gpu.fake_device import simulate_gpu
+from tests.support.planned_jobs import plan_by_trace
 
 LOAD = """
 import sys
@@ -69,6 +74,73 @@ def test_a_watched_model_is_copied_as_a_plain_one(tmp_path: Path) -> None:
         report = checkpointer.report()
     assert (report["failed"], report["breaches"]) == (0, 0)
     assert hooks(model) == plain
+
+
+def test_gradients_that_nobody_waits_for_pass_until_a_step_or_a_boundary() -> None:
+    """And each counts from 0 again after a boundary, however many of it were skipped before."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = [AnchorKey(AnchorKind.GRADIENT, f"model/{name}") for name, _ in model.named_parameters()]
+    before, after = (AnchorKey(kind, "sgd") for kind in (AnchorKind.OPTIMIZER_PRE, AnchorKind.OPTIMIZER_POST))
+    fired: list[AnchorKey] = []
+    waits = False
+
+    def fire(key: AnchorKey) -> None:
+        fired.append(key)
+        if key.kind is AnchorKind.GRADIENT and not waits:
+            hooks.skip_gradients()
+
+    def iteration() -> list[AnchorKey]:
+        fired.clear()
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        model(torch.ones(2, 3)).sum().backward()
+        hooks.reset()
+        return fired
+
+    hooks = AnchorHooks(
+        {"model": model}, {"sgd": optimizer}, gradients, fire, lambda *_: None, lambda: None, lambda: None
+    )  # fmt: skip
+    try:
+        first, *steps, again = iteration()
+        assert steps == [before, after]
+        assert {first.kind, again.kind} == {AnchorKind.GRADIENT}
+        waits = True
+        every = [AnchorKey(key.kind, key.name, number) for number in range(3) for key in gradients]
+        found = iteration()
+        assert sorted(found, key=str) == sorted([*every, before, after], key=str)
+    finally:
+        hooks.remove()
+
+
+def test_each_gradient_is_an_anchor_while_a_capture_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in other iterations the first one alone."""
+    simulate_gpu(monkeypatch)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = TrainingStep(model, optimizer, loss=lambda m, x: m(x).square().mean(), batch=torch.randn(8, 64))
+    step.run(step.batch)
+    plan = plan_by_trace(step, chunk_bytes=8192)
+    reached: list[str] = []
+    original = Execution.reached
+
+    def note(owner: Execution, key: AnchorKey) -> None:
+        if key.kind is AnchorKind.GRADIENT:
+            reached.append(key.name)
+        original(owner, key)
+
+    monkeypatch.setattr(Execution, "reached", note)
+    found = []
+    with Checkpointer(model, optimizer, directory=tmp_path, plan=plan, every=2, on_error="raise") as checkpointer:
+        for _ in checkpointer.steps(6):
+            reached.clear()
+            step.run(step.batch)
+            found.append(sorted(reached))
+    first, whole = ["model/5.weight"], [f"model/{n}.weight" for n in range(1, 6)]
+    assert found == [first, first, whole, first, whole, first]
 
 
 def train_a_copy(_rank: int, model: nn.Module, out: str) -> None:
