@@ -188,7 +188,7 @@ def make_guards(
         found = chunks.get(name, ())
         return [index for index in found if (at := due[plan.chunks[index].tensor]) is None or at > step]
 
-    tensors = collect_state(models, {}, of_a_rank=True).tensors  # DTensors of a job of one rank were refused before
+    tensors = collect_state(models, {}, of_a_rank=True).tensors
     at_step: dict[str, tuple[tuple[torch.Tensor | None, int], ...]] = {}
     for owner, optimizer in optimizers.items():
         managed = {id(parameter) for _, parameter in optimizer_parameters(models, optimizer)}

@@ -16,7 +16,7 @@ _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A process of a job of several.
+    """A process of a job of several, or the only one of a job whose tensors are sharded.
 
     Attributes:
         local_rank: among the processes of its node.

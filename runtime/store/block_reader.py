@@ -19,7 +19,7 @@ from checkflow.runtime.system.signals import raised_by_handler
 
 #: So many threads read, each with memory for a block, where nothing else is said. More do not read faster from disks
 #: of some GB/s; on two cores four read 5 to 20 % faster than six.
-THREADS = min(6, (os.cpu_count() or 1) + 2)
+THREADS = min(6, len(os.sched_getaffinity(0)) + 2)
 _BUSY = 2  # readers that keep a disk busy until the others get the GIL
 Block = tuple[OpenFile, int]  # a file and a block's number
 Use = Callable[[int, memoryview], None]
