@@ -2,7 +2,8 @@
 
 Peers take turns, block by block, so that a machine whose speed drifts drifts for all. With all peers the figures go to
 benchmarks/results and the page to docs/, else to ``--output`` alone. A file of figures keeps what is not measured anew,
-so that hours can be spent one state at a time. The exit code is 1 if checkflow misses a bar.
+so that hours can be spent one state at a time, and each part says what it was measured on. The exit code is 1 if
+checkflow misses a bar.
 """
 
 from __future__ import annotations
@@ -132,13 +133,11 @@ def versions(peers: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def begin(header: Mapping[str, Any], output: Path | None) -> dict[str, Any]:
-    """The figures that a file has already; it is an error if they were measured on or with something else."""
+def begin(output: Path | None) -> dict[str, Any]:
+    """The figures that a file has already."""
     if output is None or not output.exists():
-        return {**header, "states": {}, "kills": {}}
+        return {"states": {}, "kills": {}}
     found: dict[str, Any] = json.loads(output.read_text())
-    if other := [name for name, value in header.items() if found.get(name) != value]:
-        raise SystemExit(f"{output} has figures of other {', '.join(other)}: move it away, or give --output")
     return found
 
 
@@ -174,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output: Path | None = results_of(asked.device) if whole else asked.output
     with tempfile.TemporaryDirectory(dir=asked.directory, prefix="checkflow-peers-") as name:
         directory = Path(name).resolve()
-        header = {
+        environment = {
             "machine": this_machine().name,
             "memory_bytes": psutil.virtual_memory().total,
             "filesystem": filesystem(directory),
@@ -182,14 +181,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "every": asked.every,
             "threads": torch.get_num_threads(),
         }
-        content = begin(header, output)
+        content = begin(output)
         for state in asked.states if asked.rounds else ():
-            found = measure(asked, state, directory)
-            before = content["states"].get(state, {"peers": {}})
-            content["states"][state] = {**found, "peers": {**before["peers"], **found["peers"]}}
+            content["states"][state] = {"environment": environment, **measure(asked, state, directory)}
             keep(content, output)  # what hours have made outlives what comes after
         if asked.kills or (asked.kills is None and not content["kills"]):
-            content |= {"kill_state": asked.states[0], "kills": kill(asked, directory)}
+            peers = kill(asked, directory)
+            content["kills"] = {"environment": environment, "state": asked.states[0], "peers": peers}
             keep(content, output)
     if whole:
         write_page(content, page)

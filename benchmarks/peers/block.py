@@ -1,7 +1,7 @@
-"""One peer in a process of its own: training without it, with it, without it again; a save at rest, and a restore.
+"""One peer in a process of its own: training without it and with it by turns; saves at rest, and restores.
 
-Training before and after a peer's own part is what that part is compared with, so that a drift of the machine cancels.
-The parent looks at memory before that part, and watches it while checkpoints are made that are not timed.
+The turns are as long as the time from one checkpoint to the next, so that a drift of the machine cancels. The parent
+looks at memory before the peer is made, and watches it while checkpoints are made that are not timed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Block:
     state_bytes: int
     plain_seconds: tuple[float, ...]  # of each iteration without the peer
     seconds: tuple[float, ...]  # and with it
-    tail_seconds: float  # from the last of them until its last checkpoint was durable
+    tail_seconds: float  # from the last of each turn until its checkpoint was durable, all together
     held_seconds: float  # by all checkpoints of these iterations together
     asked: int
     begun: int
@@ -91,9 +91,8 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     job, make = Job(request.case, request.device), PEERS[request.peer].make
-    half = request.iterations // 2
     job.forget_peak()
-    plain = _train(job, WARM_UP + half)[WARM_UP:]
+    _train(job, WARM_UP)
     peak_alone = job.peak_bytes()
     checkpoints = request.directory / "checkpoints"
     with memory_watched() as alone:
@@ -107,13 +106,17 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
     peak = job.peak_bytes()
     with contextlib.closing(peer):
         begun, held, durable = peer.checkpoints, peer.held_seconds, len(peer.saved)
-        seconds = peer.run(request.iterations)
-        tail = _timed(peer.settle)
+        plain: list[float] = []
+        seconds: list[float] = []
+        tail_seconds = 0.0
+        for _ in range(request.iterations // request.every):
+            plain += _train_alone(peer, job, request.every)
+            seconds += peer.run(request.every)
+            tail_seconds += _timed(peer.settle)
         begun, held = peer.checkpoints - begun, peer.held_seconds - held
         durable_seconds = tuple(one.seconds for one in peer.saved[durable:])
     if not durable_seconds:
         raise SystemExit(f"none of {begun} checkpoints became durable")
-    plain += _train(job, WARM_UP + request.iterations - half)[WARM_UP:]
     raw_writes: list[float] = []
     with contextlib.closing(make(job, 1, checkpoints)) as peer:
         _prepared(peer)
@@ -137,7 +140,7 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
             if job.digest() != digest:
                 raise SystemExit("the restored state differs from the saved one")
     return Block(
-        job.state_bytes, tuple(plain), tuple(seconds), tail, held, -(-request.iterations // request.every), begun,
+        job.state_bytes, tuple(plain), tuple(seconds), tail_seconds, held, request.iterations // request.every, begun,
         durable_seconds, write_seconds, tuple(raw_writes), tuple(restores), tuple(raw_reads), max(memory) - alone[0],
         None if peak is None or peak_alone is None else peak - peak_alone, note,
     )  # fmt: skip
@@ -146,6 +149,11 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
 def _prepared(peer: Any) -> str:
     """What comes once in a job, and is not timed: for checkflow the plan."""
     return peer.prepare() if isinstance(peer, Checkflow) else ""
+
+
+def _train_alone(peer: Any, job: Job, iterations: int) -> list[float]:
+    """Without the peer, which has nothing under way."""
+    return peer.train_alone(iterations) if isinstance(peer, Checkflow) else _train(job, iterations)
 
 
 def _train(job: Job, iterations: int) -> list[float]:

@@ -91,7 +91,7 @@ def missed(content: Mapping[str, Any]) -> list[str]:
             if not bar.reached(value):
                 limit = f"at {'most' if bar.at_most else 'least'} {bar.limit:.0%}"
                 lines.append(f"{state} GB: {bar.what} is {value:.1%}, and was to be {limit}")
-    ours = content["kills"].get(OURS)
+    ours = content["kills"].get("peers", {}).get(OURS)
     if ours is not None and (ours.get("failed") or ours["lost"]):
         lines.append(f"kills: {ours.get('failed') or str(ours['lost']) + ' lost the state'}")
     return lines

@@ -87,17 +87,21 @@ def _kills(kills: Mapping[str, Any]) -> str:
     return table(header, rows)
 
 
+def _on(environment: Mapping[str, Any]) -> str:
+    """What a part was measured on."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    memory = format_size(environment["memory_bytes"])
+    return f"{environment['machine']}, {memory} of memory, {environment['filesystem']}; {versions}."
+
+
 def render(content: Content, name: str = "peers", images: str = "../images") -> str:
     """The page ``name``, which its plots are named after; ``images``: where they are, seen from it."""
-    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     parts = [
         "# Beside other checkpointers",
         "`make peers` (`benchmarks/peers`) makes this page. All peers train the same GPT-2 with AdamW, save as "
         "often, and do the same durable work. In each round each has a process of its own, and they take turns.",
-        f"{content['machine']}, {format_size(content['memory_bytes'])} of memory, {content['filesystem']}. {versions}. "
-        f"A checkpoint every {content['every']} iterations. A figure is the median of the rounds, with its quartiles "
-        "if there are several. Percentages of time compare with the same loop without checkpoints, before and "
-        "after, in the same process.",
+        "A figure is the median of the rounds, with its quartiles if there are several. Percentages of time compare "
+        "with the same loop without checkpoints: in one process, the two take turns from checkpoint to checkpoint.",
     ]
     for state, found in content["states"].items():
         iteration, writes, reads = (
@@ -107,8 +111,9 @@ def render(content: Content, name: str = "peers", images: str = "../images") -> 
         rounds = max((len(one["made_share"]) for one in found["peers"].values() if "failed" not in one), default=0)
         parts += [
             f"## {format_size(found['state_bytes'])} of state",
-            f"{rounds} round{'s' * (rounds > 1)}. An iteration takes {format_seconds(iteration)}. Raw, the disk writes "
-            f"durably {format_rate(writes)} and reads {format_rate(reads)}.",
+            f"{rounds} round{'s' * (rounds > 1)}. A checkpoint every {found['environment']['every']} iterations, each "
+            f"of {format_seconds(iteration)}. Raw, the disk writes durably {format_rate(writes)} and reads "
+            f"{format_rate(reads)}. {_on(found['environment'])}",
             f"![What checkpoints of {state} GB cost]({images}/{name}-{state}.svg)",
             _sized(TRAINING, found["peers"]),
             _sized(STORAGE, found["peers"]),
@@ -117,11 +122,12 @@ def render(content: Content, name: str = "peers", images: str = "../images") -> 
     if content["kills"]:
         parts += [
             "## Killed during a re-save",
-            f"SIGKILL at random moments while a job of {content['kill_state']} GB saves again over what it saved "
+            f"SIGKILL at random moments while a job of {content['kills']['state']} GB saves again over what it saved "
             "before: to the same path. torch_checkpointing refuses that and gets a new one, and checkflow's store "
-            "always makes a new version. Another process then restores, and compares bit for bit.",
-            _kills(content["kills"]),
-            *_failures(content["kills"]),
+            "always makes a new version. Another process then restores, and compares bit for bit. "
+            + _on(content["kills"]["environment"]),
+            _kills(content["kills"]["peers"]),
+            *_failures(content["kills"]["peers"]),
         ]
     parts += ["## Bars", *_bars(content), "## How each is used", USAGE.rstrip()]
     return "\n\n".join(parts) + "\n"
