@@ -169,7 +169,9 @@ class Capturer:
 
     def prepare(self, optimizers: Mapping[str, str]) -> bool:
         """Lay out files for the state as it is now, in buffers that fit; False: nothing to do. See :meth:`begin`."""
-        state = self._walk.current()
+        return self._prepare_for(self._walk.current(), optimizers)
+
+    def _prepare_for(self, state: TrainingState, optimizers: Mapping[str, str]) -> bool:
         if self._chunk_map is not None and state is self._chunk_map.state:
             return False
         self.finish()  # the previous map's memory is still being read
@@ -188,11 +190,12 @@ class Capturer:
         audit: bool,
         optimizers: Mapping[str, str],
     ) -> float:
-        """Start the capture of this instant; returns the seconds waited for a free staging buffer.
+        """Start the capture of this instant, of the state that the walk has found last; returns the seconds waited for
+        a free staging buffer.
 
         Raises MismatchError if the plan was made for another job, StorageError if the state outgrows host memory.
         """
-        audit = self.prepare(optimizers) or audit
+        audit = self._prepare_for(self._walk.latest, optimizers) or audit
         chunk_map = self._chunk_map
         assert chunk_map is not None
         begun = time.perf_counter()

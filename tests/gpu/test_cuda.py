@@ -359,7 +359,7 @@ def test_a_plan_without_snapshots_adds_nothing_to_the_peak(tmp_path: Path) -> No
         after = peak_bytes(step, iterations)
     report = checkpointer.report()
     assert (report["captures"], report["audited"]) == (FIRST_AUDITS + 6, FIRST_AUDITS)
-    assert after == before
+    assert after <= before  # cuDNN may choose a way that takes less memory later on
 
 
 def test_a_job_that_makes_its_own_plan(tmp_path: Path) -> None:
