@@ -169,7 +169,7 @@ def version_of(item: StateTensor) -> int:
 
     Of a DTensor, operators move the counter of the whole, and optimizers none.
     """
-    return sum(map(_counted, (item.tensor,) if item.whole is None else (item.tensor, item.whole)))
+    return _counted(item.tensor) + (0 if item.whole is None else _counted(item.whole))
 
 
 def _counted(tensor: torch.Tensor) -> int:

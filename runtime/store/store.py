@@ -86,6 +86,7 @@ class Store:
         self._void: set[str] = set()  # published but not durable, to be removed
         self._went_on_from: int | None = None  # retention has not run since
         self.committed_at = 0.0, 0.0  # of the last commit, by time.monotonic: all was written; it was published
+        self._described: tuple[Layout, dict[str, manifest.TensorEntry]] | None = None  # by the last commit
         self._root: int | None = None
         self._warned_no_sync = False
         self._warned_left: set[str] = set()  # names that could not be removed
@@ -189,7 +190,7 @@ class Store:
             plan_digest=plan_digest,
             world_size=1,
             files={},
-            tensors=manifest.describe_tensors(layout),
+            tensors=self._describe(layout),
             ties=tuple(ties),
             absent=tuple(absent),
             info=plain,
@@ -200,6 +201,12 @@ class Store:
             info=plain,
             retire=retire,
         )
+
+    def _describe(self, layout: Layout) -> dict[str, manifest.TensorEntry]:
+        """The entries of a layout, made once: this takes a millisecond of Python's lock, and training's with it."""
+        if self._described is None or self._described[0] is not layout:
+            self._described = layout, manifest.describe_tensors(layout)
+        return self._described[1]
 
     def commit_written(
         self,
