@@ -110,7 +110,8 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
         seconds: list[float] = []
         tail_seconds = 0.0
         for _ in range(request.iterations // request.every):
-            plain += _train_alone(peer, job, request.every)
+            with peer.apart() if isinstance(peer, Checkflow) else contextlib.nullcontext():
+                plain += _train(job, request.every)
             seconds += peer.run(request.every)
             tail_seconds += _timed(peer.settle)
         begun, held = peer.checkpoints - begun, peer.held_seconds - held
@@ -149,11 +150,6 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
 def _prepared(peer: Any) -> str:
     """What comes once in a job, and is not timed: for checkflow the plan."""
     return peer.prepare() if isinstance(peer, Checkflow) else ""
-
-
-def _train_alone(peer: Any, job: Job, iterations: int) -> list[float]:
-    """Without the peer, which has nothing under way."""
-    return peer.train_alone(iterations) if isinstance(peer, Checkflow) else _train(job, iterations)
 
 
 def _train(job: Job, iterations: int) -> list[float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +102,16 @@ class Checkflow(Reporting):
             self.run(1)
         return f"a plan for every {report['plan']['interval']} iterations"
 
-    def train_alone(self, iterations: int) -> list[float]:
-        """Train without hooks and boundaries. The turn that follows begins a checkpoint."""
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Without hooks, for training that is not checkpointed. The turn that follows begins a checkpoint."""
         while (self.checkpointer.iteration + 1) % self._every:
             self.run(1)
         self.settle()
         execution = self.checkpointer._loop.execution
         execution.remove_hooks()
-        seconds = []
-        for _ in range(iterations):
-            begun = time.perf_counter()
-            self.job.train()
-            seconds.append(time.perf_counter() - begun)
+        yield
         execution._hooks = execution._hook()
-        return seconds
 
     def run(self, iterations: int) -> list[float]:
         seconds = []

@@ -351,8 +351,8 @@ def _in_parts(item: StateTensor, *, of_a_rank: bool) -> Iterator[StateTensor]:
     if is_distributed(tensor):
         if not of_a_rank:
             raise UnsupportedError(
-                f"state tensor {item.name} is a DTensor: shard the model after its weights are loaded, and before its "
-                "Checkpointer is made, in a process group that stays"
+                f"state tensor {item.name} is a DTensor: load weights before the model is sharded, and make its "
+                "Checkpointer after that"
             )
         _refuse_partial(item)
     if tensor.is_nested and not is_traceable_wrapper_subclass(tensor):

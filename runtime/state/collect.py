@@ -49,8 +49,8 @@ class StateWalk:
     """All state tensors of a job as they are now. The walk over modules is repeated only when something changed.
 
     Each call checks by identity: the optimizers' containers (``load_state_dict`` makes new ones), what they hold, and
-    each tensor's address, under each of its names (a tied tensor may get its own memory); a whole one also its type,
-    shape and strides, which change where the address does not only if ``.data`` becomes a view of itself.
+    each tensor's address, under each of its names (a tied tensor may get its own memory). A whole look compares types,
+    shapes and strides, too: a ``.data`` that became a view of itself has the address that it had.
     """
 
     def __init__(self, models: Models, optimizers: Optimizers, *, of_a_rank: bool = False) -> None:
