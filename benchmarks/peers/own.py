@@ -123,11 +123,10 @@ class Checkflow(Reporting):
         return seconds
 
     def settle(self) -> None:
-        """Wait until all that was begun is durable, or failed. The report is not asked for meanwhile: it takes time."""
-        writer = self.checkpointer._saving.writer
-        while (report := self.checkpointer.report())["captures"] > report["committed"] + report["failed"]:
-            while report["captures"] > writer.committed + writer.failed:
-                time.sleep(1e-3)
+        """Wait until all that was begun is durable, or failed. To ask for the report would take training's time."""
+        saving, place = self.checkpointer._saving, self.checkpointer._loop.place
+        while saving.captures > saving.writer.committed + saving.writer.failed + place.aborted:
+            time.sleep(1e-3)
 
     def save(self, ready: Callable[[], None] = nothing) -> None:
         """As :meth:`benchmarks.peers.files.Files.save`, at the next boundary that is due."""

@@ -101,7 +101,8 @@ def render(content: Content, name: str = "peers", images: str = "../images") -> 
         "`make peers` (`benchmarks/peers`) makes this page. All peers train the same GPT-2 with AdamW, save as "
         "often, and do the same durable work. In each round each has a process of its own, and they take turns.",
         "A figure is the median of the rounds, with its quartiles if there are several. Percentages of time compare "
-        "with the same loop without checkpoints: in one process, the two take turns from checkpoint to checkpoint.",
+        "with the same loop without checkpoints: in one process, the two take turns from checkpoint to checkpoint. "
+        "What Python holds before them is left out of its garbage collections: one takes 0.2 s, in one turn of many.",
     ]
     for state, found in content["states"].items():
         iteration, writes, reads = (

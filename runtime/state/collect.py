@@ -85,7 +85,7 @@ class StateWalk:
         for module in self._fsdp:
             module.reshard()  # it keeps whole parameters after a forward pass that no backward pass has followed
         looks = _FORM if whole else _FORM[:1]
-        if self._state is None or not (self._unchanged() and self._now_forms(looks) == self._forms[: len(looks)]):
+        if self._state is None or not (self._unchanged() and self._same_forms(looks)):
             self._state = collect_state(self._models, self._optimizers, of_a_rank=self._of_a_rank)
             self._remember()
         return self._state
@@ -105,12 +105,19 @@ class StateWalk:
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
         return [id(parameter) for group in groups for parameter in group["params"]]
 
-    def _now_forms(self, looks: Iterable[Callable[[torch.Tensor], Any]] = _FORM) -> list[list[Any]]:
-        """What identifies each tensor's region of memory."""
-        tensors = self._dense
-        if self._composites:
-            tensors = tensors + [part for tensor in self._composites for _, part in dense_parts(tensor)]
-        return [list(map(look, tensors)) for look in looks]
+    def _same_forms(self, looks: Iterable[Callable[[torch.Tensor], Any]]) -> bool:
+        """Whether each tensor's region of memory is the one that was remembered.
+
+        Nothing found is kept: many new tuples at once would set off Python's garbage collection at each checkpoint.
+        """
+        tensors = self._now_dense()
+        return len(tensors) == len(self._forms[0]) and all(
+            all(map(operator.eq, map(look, tensors), form)) for look, form in zip(looks, self._forms, strict=False)
+        )
+
+    def _now_dense(self) -> list[torch.Tensor]:
+        parts = [part for tensor in self._composites for _, part in dense_parts(tensor)]
+        return self._dense + parts if parts else self._dense
 
     def _remember(self) -> None:
         assert self._state is not None
@@ -138,7 +145,8 @@ class StateWalk:
         held = {id(item.tensor): item.tensor for item in held_tensors(self._models, self._optimizers)}
         self._composites = [tensor for tensor in held.values() if is_composite(tensor)]
         self._dense = [tensor for tensor in held.values() if not is_composite(tensor)]
-        self._forms = self._now_forms()
+        tensors = self._now_dense()
+        self._forms = [list(map(look, tensors)) for look in _FORM]
         self.names = {
             owner: {id(parameter): name for name, parameter in optimizer_parameters(self._models, optimizer)}
             for owner, optimizer in self._optimizers.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,3 +119,17 @@ def test_a_quick_look_sees_new_memory_and_leaves_shapes_to_the_next_whole_one() 
     state = walk.current()
     model.bias = nn.Parameter(torch.zeros(2))
     assert walk.current(whole=False) is not state
+
+
+def test_a_whole_look_sets_off_no_garbage_collection() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(400)))
+    walk = StateWalk({"model": model}, {})
+    walk.current()
+    begun: list[str] = []
+    gc.collect()
+    gc.callbacks.append(lambda phase, _: begun.append(phase))
+    try:
+        walk.current()
+    finally:
+        gc.callbacks.pop()
+    assert not begun
