@@ -121,6 +121,9 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
         durable_seconds = tuple(one.seconds for one in peer.saved[durable:])
     if not durable_seconds:
         raise SystemExit(f"none of {begun} checkpoints became durable")
+    gc.unfreeze()
+    del peer
+    gc.collect()  # its buffers
     raw_writes: list[float] = []
     with contextlib.closing(make(job, 1, checkpoints)) as peer:
         _prepared(peer)
@@ -131,9 +134,11 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
             peer.save(lambda: raw_writes.append(raw.write_seconds(request.directory, job.state_bytes)))
         write_seconds = tuple(one.write_seconds for one in peer.saved[durable:])
         digest = job.digest()
+    del peer
     raw_reads: list[float] = []
     restores: list[float] = []
     for _ in range(AT_REST):
+        gc.collect()
         raw_reads.append(raw.read_seconds(request.directory, job.state_bytes))
         job.forget()
         for path in checkpoints.rglob("*"):
@@ -143,6 +148,7 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
             restores.append(_timed(peer.restore))
             if job.digest() != digest:
                 raise SystemExit("the restored state differs from the saved one")
+        del peer
     return Block(
         job.state_bytes, tuple(plain), tuple(seconds), tail_seconds, held, request.iterations // request.every, begun,
         durable_seconds, write_seconds, tuple(raw_writes), tuple(restores), tuple(raw_reads), max(memory) - alone[0],
