@@ -28,6 +28,7 @@ def figures_of(block: Block) -> dict[str, float]:
     return {
         "iteration_seconds": statistics.median(plain),
         "inflation_mean": (sum(with_it) + block.tail_seconds) / len(with_it) / statistics.mean(plain) - 1,
+        "inflation_error": _error(block),
         "inflation_median": statistics.median(with_it) / statistics.median(plain) - 1,
         "inflation_p99": percentile(with_it, 0.99) / percentile(plain, 0.99) - 1,
         "hold_seconds": block.held_seconds / block.begun,
@@ -40,6 +41,16 @@ def figures_of(block: Block) -> dict[str, float]:
         "raw_read_bytes_per_second": block.state_bytes / statistics.median(block.raw_read_seconds),
         **on_gpu,
     }
+
+
+def _error(block: Block) -> float:
+    """The standard error of the mean's inflation, from how much the turns of each kind differ among themselves."""
+    every = len(block.seconds) // block.asked
+    plain, with_it = (
+        [sum(seconds[first : first + every]) for first in range(0, len(seconds), every)]
+        for seconds in (block.plain_seconds, block.seconds)
+    )
+    return math.sqrt((statistics.variance(plain) + statistics.variance(with_it)) / block.asked) / statistics.mean(plain)
 
 
 def _share(raw_seconds: Sequence[float], seconds: Sequence[float]) -> float:

@@ -34,6 +34,7 @@ class Column:
     name: str
     title: str
     kind: str  # "share", "change" or "seconds"
+    error: str = ""  # the name of its standard error
 
     def text(self, value: float) -> str:
         if self.kind == "seconds":
@@ -43,12 +44,13 @@ class Column:
     def cell(self, figures: Figures) -> str:
         found = spread(figures, self.name)
         if found.count == 1:
-            return self.text(found.median)
+            error = f" ± {100 * figures[self.error][0]:.1f} %" if self.error in figures else ""
+            return self.text(found.median) + error
         return f"{self.text(found.median)} ({self.text(found.lower)} to {self.text(found.upper)})"
 
 
 TRAINING = (
-    Column("inflation_mean", "mean iteration", "change"),
+    Column("inflation_mean", "mean iteration", "change", "inflation_error"),
     Column("inflation_median", "median", "change"),
     Column("inflation_p99", "99th percentile", "change"),
     Column("hold_seconds", "hold of a checkpoint", "seconds"),
@@ -100,8 +102,10 @@ def render(content: Content, name: str = "peers", images: str = "../images") -> 
         "# Beside other checkpointers",
         "`make peers` (`benchmarks/peers`) makes this page. All peers train the same GPT-2 with AdamW, save as "
         "often, and do the same durable work. In each round each has a process of its own, and they take turns.",
-        "A figure is the median of the rounds, with its quartiles if there are several. Percentages of time compare "
-        "with the same loop without checkpoints: in one process, the two take turns from checkpoint to checkpoint. "
+        "A figure is the median of the rounds, with its quartiles if there are several. With one round, ± is the "
+        "standard error, by how much its turns differ: a shared machine is faster and slower by itself. Percentages "
+        "of time compare with the same loop without checkpoints: in one process, the two take turns from checkpoint "
+        "to checkpoint. "
         "What Python holds before them is left out of its garbage collections: one takes 0.2 s, in one turn of many.",
     ]
     for state, found in content["states"].items():

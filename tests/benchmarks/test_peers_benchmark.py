@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import multiprocessing
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ def test_the_figures_of_a_block() -> None:
     found = figures_of(BLOCK)
     assert found["iteration_seconds"] == 1.0
     assert found["inflation_mean"] == pytest.approx((6.0 + 0.25) / 5.0 - 1)  # what comes after the end counts, too
+    assert found["inflation_error"] == pytest.approx(math.sqrt((0.5 + 0.5) / 2) / 2.5)  # turns of 2, 3 and 2.5, 3.5 s
     assert found["inflation_median"] == pytest.approx(0.25)
     assert found["inflation_p99"] == pytest.approx(2.5 / 2.0 - 1)
     assert found["hold_seconds"] == pytest.approx(0.4)
@@ -124,6 +126,12 @@ def test_a_lost_state_is_named() -> None:
     made = content(**WITHIN)
     made["kills"]["peers"][OURS] = {"count": 60, "lost": 2, "left": {NOTHING: 1, MIXTURE: 1}}  # type: ignore[index]
     assert missed(made) == ["kills: 2 lost the state"]
+
+
+def test_one_round_has_its_standard_error() -> None:
+    made = content(**WITHIN)
+    made["states"]["0.1"]["peers"]["torch.save"] = by_name([figures_of(BLOCK)])  # type: ignore[index]
+    assert "| torch.save | +25.0 % ± 28.3 % | +25.0 % |" in render(made)
 
 
 def test_the_page_has_all_figures_and_says_what_is_missing() -> None:
