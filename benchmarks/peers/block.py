@@ -91,28 +91,38 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
     """Measure one block in this process."""
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    job, make = Job(request.case, request.device), PEERS[request.peer].make
+    job = Job(request.case, request.device)
+    # Each part has peers of its own, whose buffers are free when the next begins.
+    beside_training = _beside_training(job, request, memory_watched)
+    gc.collect()
+    at_rest = _at_rest(job, request)
+    restored = _restored(job, request)
+    return Block(state_bytes=job.state_bytes, **beside_training, **at_rest, **restored)
+
+
+def _beside_training(
+    job: Job, request: Request, memory_watched: Callable[[], contextlib.AbstractContextManager[list[int]]]
+) -> dict[str, Any]:
+    """What a block says of the turns, and of memory."""
     job.forget_peak()
     _train(job, WARM_UP)
     peak_alone = job.peak_bytes()
-    checkpoints = request.directory / "checkpoints"
     with memory_watched() as alone:
         pass
-    peer = make(job, request.every, checkpoints)
+    peer = _made(job, request, request.every)
     note = _prepared(peer)
     job.forget_peak()
     with memory_watched() as memory:
         peer.run(CYCLES * request.every)
         peer.settle()
     peak = job.peak_bytes()
-    gc.collect()
-    gc.freeze()  # to look at what is here already takes 0.2 s, which one turn of many would pay
-    with contextlib.closing(peer):
+    turns = request.iterations // request.every
+    with contextlib.closing(peer), _uncollected():
         begun, held, durable = peer.checkpoints, peer.held_seconds, len(peer.saved)
         plain: list[float] = []
         seconds: list[float] = []
         tail_seconds = 0.0
-        for _ in range(request.iterations // request.every):
+        for _ in range(turns):
             with peer.apart() if isinstance(peer, Checkflow) else contextlib.nullcontext():
                 plain += _train(job, request.every)
             seconds += peer.run(request.every)
@@ -121,11 +131,24 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
         durable_seconds = tuple(one.seconds for one in peer.saved[durable:])
     if not durable_seconds:
         raise SystemExit(f"none of {begun} checkpoints became durable")
-    gc.unfreeze()
-    del peer
-    gc.collect()  # its buffers
+    return {
+        "plain_seconds": tuple(plain),
+        "seconds": tuple(seconds),
+        "tail_seconds": tail_seconds,
+        "held_seconds": held,
+        "asked": turns,
+        "begun": begun,
+        "durable_seconds": durable_seconds,
+        "memory_bytes": max(memory) - alone[0],
+        "device_memory_bytes": None if peak is None or peak_alone is None else peak - peak_alone,
+        "note": note,
+    }
+
+
+def _at_rest(job: Job, request: Request) -> dict[str, Any]:
+    """What a block says of saves while training stands still."""
     raw_writes: list[float] = []
-    with contextlib.closing(make(job, 1, checkpoints)) as peer:
+    with contextlib.closing(_made(job, request, 1)) as peer:
         _prepared(peer)
         for _ in range(CYCLES):
             peer.save()
@@ -133,27 +156,50 @@ def measure(request: Request, memory_watched: Callable[[], contextlib.AbstractCo
         for _ in range(AT_REST):
             peer.save(lambda: raw_writes.append(raw.write_seconds(request.directory, job.state_bytes)))
         write_seconds = tuple(one.write_seconds for one in peer.saved[durable:])
-        digest = job.digest()
-    del peer
+    return {"write_seconds": write_seconds, "raw_write_seconds": tuple(raw_writes)}
+
+
+def _restored(job: Job, request: Request) -> dict[str, Any]:
+    """What a block says of restores: of what was saved last, which is the state as it is."""
+    digest = job.digest()
     raw_reads: list[float] = []
     restores: list[float] = []
     for _ in range(AT_REST):
-        gc.collect()
         raw_reads.append(raw.read_seconds(request.directory, job.state_bytes))
         job.forget()
-        for path in checkpoints.rglob("*"):
+        for path in _checkpoints(request).rglob("*"):
             if path.is_file():
                 drop(path)
-        with contextlib.closing(make(job, 1, checkpoints)) as peer:
-            restores.append(_timed(peer.restore))
-            if job.digest() != digest:
-                raise SystemExit("the restored state differs from the saved one")
-        del peer
-    return Block(
-        job.state_bytes, tuple(plain), tuple(seconds), tail_seconds, held, request.iterations // request.every, begun,
-        durable_seconds, write_seconds, tuple(raw_writes), tuple(restores), tuple(raw_reads), max(memory) - alone[0],
-        None if peak is None or peak_alone is None else peak - peak_alone, note,
-    )  # fmt: skip
+        restores.append(_restore(job, request))
+        if job.digest() != digest:
+            raise SystemExit("the restored state differs from the saved one")
+    return {"restore_seconds": tuple(restores), "raw_read_seconds": tuple(raw_reads)}
+
+
+def _restore(job: Job, request: Request) -> float:
+    """The seconds that a new peer takes to restore."""
+    gc.collect()
+    with contextlib.closing(_made(job, request, 1)) as peer:
+        return _timed(peer.restore)
+
+
+def _made(job: Job, request: Request, every: int) -> Any:
+    return PEERS[request.peer].make(job, every, _checkpoints(request))
+
+
+def _checkpoints(request: Request) -> Path:
+    return request.directory / "checkpoints"
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Exclude what is here from garbage collections: a full one would fall on one turn of many."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _prepared(peer: Any) -> str:

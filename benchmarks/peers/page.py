@@ -103,10 +103,9 @@ def render(content: Content, name: str = "peers", images: str = "../images") -> 
         "`make peers` (`benchmarks/peers`) makes this page. All peers train the same GPT-2 with AdamW, save as "
         "often, and do the same durable work. In each round each has a process of its own, and they take turns.",
         "A figure is the median of the rounds, with its quartiles if there are several. With one round, ± is the "
-        "standard error, by how much its turns differ: a shared machine is faster and slower by itself. Percentages "
-        "of time compare with the same loop without checkpoints: in one process, the two take turns from checkpoint "
-        "to checkpoint. "
-        "What Python holds before them is left out of its garbage collections: one takes 0.2 s, in one turn of many.",
+        "standard error that its turns show. Percentages of time compare with the same loop without checkpoints: in "
+        "one process, the two take turns from checkpoint to checkpoint. Objects made before these turns are excluded "
+        "from Python's garbage collection, since a full one would fall on a single turn.",
     ]
     for state, found in content["states"].items():
         iteration, writes, reads = (
