@@ -90,6 +90,15 @@ class CaptureReport:
 
 
 @dataclass(frozen=True)
+class _Prepared:
+    """The transfers into one buffer, which holds the files' headers already."""
+
+    transfers: Sequence[Transfer]  # of the plan's chunks
+    at_once: Sequence[Transfer]  # at the boundary, by the engine
+    beside_gpu: Sequence[Transfer]  # at the boundary, from host memory that the engine does not copy from
+
+
+@dataclass(frozen=True)
 class _Leaving:
     """A concluded capture, which may still be on its way."""
 
@@ -132,14 +141,13 @@ class Capturer:
         self._fits = known_to_fit  # the job was compared with the plan
         self._resumed = resumed
         self._at_boundary = at_boundary  # no plan, or an audit failed
-        self._prepared: dict[int, list[Transfer]] = {}  # by buffer: with headers written and addresses computed
+        self._prepared: dict[int, _Prepared] = {}  # by buffer
         self._capture: Capture | None = None
         self._iteration = 0  # since the current capture's boundary
         self._next = 0  # index of the next work
         # Tensors that leave from live memory, and their version counters at the boundary.
         self._tensors: dict[str, StateTensor] = {}
         self._versions: dict[str, int] = {}
-        self._boundary_bytes = 0
         self._leaving: deque[_Leaving] = deque()  # in the order in which they will end
         self._failed: list[tuple[int, CheckflowError]] = []
         self.settled = SettledTensors(plan)
@@ -206,7 +214,9 @@ class Capturer:
             if buffer.index not in self._prepared:
                 self._prepare(buffer, chunk_map)
             self.join()
-            at_once = self._copy_at_boundary(buffer, chunk_map)
+            prepared = self._prepared[buffer.index]
+            for transfer in prepared.beside_gpu:
+                ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
             digests = Digests(chunk_map.items) if audit or self.settled.undecided else None
             settled = self.settled.look(self._tensors, digests)
             ties, absent = chunk_map.state.ties, chunk_map.absent
@@ -221,9 +231,9 @@ class Capturer:
         self._iteration = self._next = 0
         self._versions = {}  # nothing is written yet: checked from the next anchor on
         self._engine.begin(
-            self._prepared[buffer.index],
+            prepared.transfers,
             lambda: self._hand_on(capture),
-            at_once,
+            prepared.at_once,
             lambda error: self._fail(capture, error),
         )
         self.reached(BOUNDARY)
@@ -331,7 +341,8 @@ class Capturer:
                 self._next = len(self._program.works)
             concluded = self._engine.conclude()
             assert self._chunk_map is not None
-            leaving = _Leaving(self._capture, concluded, self._boundary_bytes, self._chunk_map.chunk_bytes)
+            chunk_map = self._chunk_map
+            leaving = _Leaving(self._capture, concluded, chunk_map.boundary_bytes, chunk_map.chunk_bytes)
             self._leaving.append(leaving)
             self._capture = None
         self._collect()
@@ -432,20 +443,11 @@ class Capturer:
         """Write the files' headers into a buffer and compute its transfers."""
         for file in chunk_map.layout.files:
             buffer.view[file.staging_offset : file.staging_offset + len(file.header)] = file.header
-        self._prepared[buffer.index] = [
-            Transfer(source, buffer.address + offset, length) for source, offset, length in chunk_map.chunks
-        ]
-
-    def _copy_at_boundary(self, buffer: StagingBuffer, chunk_map: ChunkMap) -> list[Transfer]:
-        """Copy what lies in host memory; returns the transfers that the engine must copy at once."""
-        self._boundary_bytes = 0
-        at_once = []
+        transfers = [Transfer(source, buffer.address + offset, length) for source, offset, length in chunk_map.chunks]
+        at_once: list[Transfer] = []
+        beside_gpu: list[Transfer] = []
         for item in chunk_map.at_boundary:
-            source, size_bytes = item.tensor.data_ptr(), item.tensor.nbytes
             target = buffer.address + chunk_map.layout.tensors[item.name].staging_offset
-            if item.tensor.device == self._engine.source:
-                at_once.append(Transfer(source, target, size_bytes))
-            elif size_bytes:
-                ctypes.memmove(target, source, size_bytes)
-            self._boundary_bytes += size_bytes
-        return at_once
+            transfer = Transfer(item.tensor.data_ptr(), target, item.tensor.nbytes)
+            (at_once if item.tensor.device == self._engine.source else beside_gpu).append(transfer)
+        self._prepared[buffer.index] = _Prepared(transfers, at_once, [one for one in beside_gpu if one.length_bytes])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,7 @@ class ChunkMap:
     at_boundary: tuple[StateTensor, ...]
     chunks: tuple[tuple[int, int, int], ...]  # source address, staging offset, length
     chunk_bytes: int
+    boundary_bytes: int  # of ``at_boundary``
     sources: Mapping[str, Source] = field(default_factory=dict)
 
 
@@ -62,8 +63,9 @@ def make_chunk_map(
     )
     live = {item.name: item for item in items}
     planned = frozenset() if at_boundary else _planned(plan, live, source)
+    others = tuple(item for item in items if item.name not in planned)
     if not at_boundary:
-        _log_unknown(plan, [item for item in items if item.name not in planned])
+        _log_unknown(plan, others)
     chunks = tuple(
         (
             live[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes,
@@ -82,9 +84,10 @@ def make_chunk_map(
         tuple(item.tensor.detach() for item in state.tensors),
         layout,
         tuple(sorted(known - {item.name for item in state.tensors} - {name for name, _ in state.ties})),
-        tuple(item for item in items if item.name not in planned),
+        others,
         chunks,
         sum(length for _, _, length in chunks),
+        sum(item.tensor.nbytes for item in others),
         parts.sources,
     )
 
@@ -98,7 +101,7 @@ def _planned(plan: Plan, live: dict[str, StateTensor], source: torch.device) -> 
     )
 
 
-def _log_unknown(plan: Plan, others: list[StateTensor]) -> None:
+def _log_unknown(plan: Plan, others: Sequence[StateTensor]) -> None:
     host = set(plan.host_tensors)
     if unknown := [item for item in others if item.name not in host]:
         size = sum(item.tensor.nbytes for item in unknown)

@@ -352,7 +352,9 @@ def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
         if not isinstance(parameter, torch.Tensor):
             others[parameter] = table  # values of the optimizer, not of a parameter
         elif isinstance(table, dict) and (name := names.get(id(parameter))) is not None:
-            values[name] = {key: value for key, value in table.items() if not isinstance(value, torch.Tensor)}
+            numbers = {key: value for key, value in table.items() if not isinstance(value, torch.Tensor)}
+            if numbers:
+                values[name] = numbers
     return {
         "class": type(optimizer).__name__, "groups": groups, "values": values, "values_apart": _apart(values),
         "others": others, "others_apart": _apart(others),

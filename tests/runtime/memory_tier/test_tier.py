@@ -67,13 +67,14 @@ def test_a_record_is_gone_before_its_buffer_is_filled_again(tmp_path: Path) -> N
     seen = []
     with resume(tmp_path, every=1) as checkpointer:
         capturer = checkpointer._loop.execution.capturer
-        begin = capturer._copy_at_boundary
+        begin = capturer._engine.begin
 
-        def look(buffer: Any, arrangement: Any) -> Any:
-            seen.append((folder_of(tmp_path) / f"buffer-{buffer.index}.json").exists())
-            return begin(buffer, arrangement)
+        def look(*arguments: Any) -> None:
+            assert capturer._capture is not None
+            seen.append((folder_of(tmp_path) / f"buffer-{capturer._capture.buffer.index}.json").exists())
+            begin(*arguments)
 
-        capturer._copy_at_boundary = look  # type: ignore[method-assign]
+        capturer._engine.begin = look  # type: ignore[method-assign]
         for _ in checkpointer.epochs(2):
             train(checkpointer)
     assert len(seen) == 2 * PER_EPOCH

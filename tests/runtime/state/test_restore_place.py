@@ -267,10 +267,12 @@ def test_what_an_optimizer_keeps_for_all_parameters_returns_where_it_lay() -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state["all"] = {"sum": torch.zeros(3, device="meta"), "seen": [torch.arange(2), 5]}  # type: ignore[index]
     optimizer.state[model[1].bias]["al"] = [torch.zeros(2, device="meta"), None]  # as LBFGS
+    optimizer.state[model[0].weight]["sum"] = torch.zeros(2, 2)  # tensors alone: nothing lies beside the state
     walk = StateWalk({"model": model}, {"optimizer": optimizer})
     walk.current()
     extra = capture_extra(walk, {"optimizer": optimizer}, {})
     saved = extra["optimizers"]["optimizer"]
+    assert saved["values"].keys() == {"1.bias"}
     saved["others"] = {"all": {"sum": torch.ones(3), "seen": [torch.arange(2), 5]}}
     saved["values"]["1.bias"]["al"] = [torch.ones(2), None]
     optimizer.state.clear()
