@@ -391,7 +391,7 @@ class Checkpointer:
         """What checkpointing did and cost so far, beside what the plan promised: JSON values, in bytes and seconds.
 
         docs/reference/run-report.md describes each field. ``report.json`` in the directory holds the last runs, with
-        this one last, as of its newest checkpoint or its end.
+        this one last, as of one of its newest checkpoints or its end.
         """
         return to_dict(self._reporter.make(closed=self._held.closed))
 

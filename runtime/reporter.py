@@ -1,7 +1,7 @@
 """A run's report: its file beside the checkpoints, and the log lines at its start and end.
 
-``report.json`` is replaced whole after each checkpoint and at the end, without a sync: if a power cut takes it, the
-next run starts a new one. Errors here are logged once and never reach training or checkpoints.
+``report.json`` is replaced whole now and then, after a checkpoint, and at the end, without a sync: if a power cut takes
+it, the next run starts a new one. Errors here are logged once and never reach training or checkpoints.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from checkflow.runtime.system import fs
 logger = logging.getLogger("checkflow")
 
 MOST_SHARE = 0.02  # of the time may go into reports during training
+WRITTEN_EVERY_SECONDS = 2.0  # at least, from one writing to the next: each takes some milliseconds from training
 REPORT_EVERY_SECONDS = 1.0  # at least, from one call of ``on_report`` to the next
 CAPTURES_EVERY_SECONDS = 30.0  # at least, from one writing of the captures' times to the next
 LEAST_SAID = 0.001  # of the time: the last line omits smaller parts
@@ -94,6 +95,7 @@ class Reporter:
         self._models = job.models
         self._started = time.time()
         self._written = self._took_seconds = 0.0  # by time.monotonic
+        self._breaches = 0  # that were written
         self._captures_written = -math.inf  # likewise
         self._warned = False  # that the file cannot be written was logged
         self._spells = KeptSpells(loop.clock.spells)
@@ -232,10 +234,13 @@ class Reporter:
         self._call_seconds = self._called - begun
 
     def write_in_time(self) -> None:
-        """:meth:`write`, unless it was written a moment ago: a report takes the GIL from training."""
-        if time.monotonic() - self._written >= self._took_seconds / MOST_SHARE:
+        """:meth:`write`, unless it was written a moment ago. What an audit has found does not wait."""
+        least_seconds = max(WRITTEN_EVERY_SECONDS, self._took_seconds / MOST_SHARE)
+        breached = self._saving.writer.breaches != self._breaches
+        if breached or time.monotonic() - self._written >= least_seconds:
             self.write()
         else:
+            self.tell_ranks()
             with self._faults_told():
                 self._note()
 
@@ -248,6 +253,7 @@ class Reporter:
         with self._faults_told():
             self._note(closed=closed)
             report = self.make(closed=closed)
+            self._breaches = report.breaches
             self._publish(FILE, run_report.dump_file([*self._earlier, run_report.dump_run(report)]))
         self._written = time.monotonic()
         self._took_seconds = self._written - begun

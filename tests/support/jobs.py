@@ -99,7 +99,7 @@ def run(job: Job) -> None:
     torch.set_num_threads(1)
     api.check_plan = plans.validate  # a random plan obeys deadlines, and no link
     if job.reports:
-        reporter.MOST_SHARE = math.inf
+        reporter.WRITTEN_EVERY_SECONDS, reporter.MOST_SHARE = 0.0, math.inf
     model, optimizer, scheduler = make()
     killer = Killer(job)
     # Forked workers end when their parent is killed; a fork server of their own would keep them waiting.

@@ -31,11 +31,12 @@ from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.cli.main import FAILED, FOUND, USAGE, main
 from checkflow.core import plan as plans
-from checkflow.core.errors import ReportError
+from checkflow.core.errors import ReportError, StorageError
 from checkflow.core.reports import run_report
 from checkflow.core.reports.run_history import HeldIterations
 from checkflow.core.reports.run_report import RunReport
 from checkflow.runtime import log_handler, reporter, resources
+from checkflow.runtime.persist import writer
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer import host
 from checkflow.views.run import run_page
@@ -482,7 +483,7 @@ def test_how_the_run_before_ended_is_told_as_far_as_it_is_known(
 def _end_somehow(directory: Path, end: str) -> None:
     """A run of five iterations, in a process of its own."""
     job = Job()
-    reporter.MOST_SHARE = math.inf
+    reporter.WRITTEN_EVERY_SECONDS, reporter.MOST_SHARE = 0.0, math.inf
     checkpointer = job.open(directory, every=5 if end == "by an error" else 1, keep_latest=5, host_buffers=1)
     with contextlib.suppress(KeyError), contextlib.ExitStack() as stack:
         if end in ("at its end", "by an error", "by a signal"):
@@ -507,6 +508,22 @@ def _end_somehow(directory: Path, end: str) -> None:
         checkpointer.close()
     if end == "without close":
         resources._close_all()  # as Python does at exit
+
+
+def test_the_file_is_written_now_and_then_and_at_once_if_an_audit_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter, "WRITTEN_EVERY_SECONDS", 1e9)
+    monkeypatch.setattr(reporter, "MOST_SHARE", math.inf)
+    job = Job()
+    with pytest.raises(StorageError, match="is torn"), job.open(tmp_path) as checkpointer:
+        for _ in checkpointer.steps(6):
+            job.iterate()
+            if checkpointer.iteration == 3:
+                wait_for(lambda: checkpointer.durable_step is not None)
+                assert runs_of(tmp_path)[-1].committed == 0
+                monkeypatch.setattr(writer, "_is_staged", lambda *_: False)
+        wait_for(lambda: runs_of(tmp_path)[-1].breaches > 0)
 
 
 def test_what_is_lost_is_known_where_the_run_before_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
