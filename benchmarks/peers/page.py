@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from benchmarks.paper_document import table
-from benchmarks.peers.figures import BARS, Bar, Figures, missed, spread
+from benchmarks.peers.figures import BARS, Figures, missed, spread
 from benchmarks.peers.kills import MIXTURE, NEW, NOTHING, OLD
 from benchmarks.peers.peers import OURS
 from checkflow.core.units import format_rate, format_seconds, format_size
@@ -138,14 +138,9 @@ def render(content: Content, name: str = "peers", images: str = "../images") -> 
 
 
 def _bars(content: Content) -> list[str]:
-    named = "; ".join(_named(bar) for bar in BARS)
+    named = "; ".join(f"{bar.what} at {'most' if bar.at_most else 'least'} {bar.limit:.0%}" for bar in BARS)
     lines = missed(content) or ["It reaches all that are measured here."]
     return [f"checkflow is to reach: {named}; no kill loses the state.", *lines]
-
-
-def _named(bar: Bar) -> str:
-    said = f"{bar.what} {bar.words(bar.limit)}"
-    return said if bar.of_simplest is None else f"{said}, or {bar.of_simplest} of torch.save's if that is more"
 
 
 def _median_of(peers: Mapping[str, Figures], name: str) -> float:

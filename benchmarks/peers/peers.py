@@ -55,10 +55,9 @@ def _checkfreq(*, copies_beside: bool, commits_beside: bool) -> Entry:
 
 
 OURS = "checkflow"
-SIMPLEST = "torch.save"
 IN_PLACE = "torch.save in place"
 PEERS: Mapping[str, Entry] = {
-    SIMPLEST: _files(libraries.TorchSave),
+    "torch.save": _files(libraries.TorchSave),
     IN_PLACE: _files(libraries.TorchSaveInPlace),
     "dcp.save": _files(libraries.DcpSave),
     "dcp.async_save thread": _files(libraries.DcpThread),

@@ -10,7 +10,6 @@ import multiprocessing
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -62,6 +61,7 @@ def content(**ours: float) -> dict[str, object]:
             "0.1": {
                 "environment": environment,
                 "state_bytes": 100 * MB,
+                "note": "One row is of a later day.",
                 "peers": {
                     "torch.save": by_name([figures_of(BLOCK)] * 2),
                     "torchsnapshot take": {"failed": "ModuleNotFoundError: No module named 'torchsnapshot'"},
@@ -74,7 +74,6 @@ def content(**ours: float) -> dict[str, object]:
 
 
 WITHIN = {"inflation_mean": 0.02, "durable_share": 0.9, "restore_share": 0.85}
-BLOCK_LIMIT = 0.25 * 2 / 15  # of inflation, where torch.save's is that of BLOCK
 
 
 def test_the_figures_of_a_block() -> None:
@@ -108,13 +107,12 @@ def test_percentiles(values: list[float], share: float, expected: float) -> None
 
 def test_bars_that_are_just_reached() -> None:
     assert missed(content(**WITHIN)) == []
-    assert missed(content(**{**WITHIN, "inflation_mean": BLOCK_LIMIT - 1e-9})) == []
 
 
 @pytest.mark.parametrize(
     ("figure", "value", "line"),
     [
-        ("inflation_mean", 0.034, "inflation of the mean iteration is 3.4%, and was to be at most 3.3%"),
+        ("inflation_mean", 0.021, "inflation of the mean iteration is 2.1%"),
         ("durable_share", 0.89, "durable write, of raw is 89.0%"),
         ("restore_share", 0.84, "restore, of raw is 84.0%"),
         ("made_share", 0.9, "checkpoints made, of those asked for is 90.0%"),
@@ -123,16 +121,6 @@ def test_bars_that_are_just_reached() -> None:
 def test_a_bar_that_is_missed_is_named(figure: str, value: float, line: str) -> None:
     (found,) = missed(content(**{**WITHIN, figure: value}))
     assert line in found
-
-
-@pytest.mark.parametrize(
-    "simplest", [{"inflation_mean": [0.15]}, {"inflation_mean": [0.01]}, {"failed": "it took too long"}, {}]
-)
-def test_inflation_has_its_bar_where_torch_save_is_fast_or_missing(simplest: dict[str, Any]) -> None:
-    made = content(**{**WITHIN, "inflation_mean": 0.021})
-    made["states"]["0.1"]["peers"]["torch.save"] = simplest  # type: ignore[index]
-    (found,) = missed(made)
-    assert "inflation of the mean iteration is 2.1%, and was to be at most 2%" in found
 
 
 def test_a_lost_state_is_named() -> None:
@@ -149,7 +137,7 @@ def test_one_round_has_its_standard_error() -> None:
 
 def test_the_page_has_all_figures_and_says_what_is_missing() -> None:
     page = render(content(**WITHIN))
-    assert "inflation of the mean iteration at most 2%, or 2/15 of torch.save's if that is more; durable write" in page
+    assert ". One row is of a later day.\n" in page
     assert "| torch.save | +25.0 % (+25.0 % to +25.0 %) |" in page
     assert "torchsnapshot take is missing: ModuleNotFoundError: No module named 'torchsnapshot'" in page
     assert "| torchsnapshot take |" not in page
