@@ -95,8 +95,8 @@ class Reporter:
         self._models = job.models
         self._started = time.time()
         self._written = self._took_seconds = 0.0  # by time.monotonic
-        self._breaches = 0  # that were written
         self._captures_written = -math.inf  # likewise
+        self._breaches = 0  # that were written
         self._warned = False  # that the file cannot be written was logged
         self._spells = KeptSpells(loop.clock.spells)
         self._history: tuple[HistoryPoint, ...] = ()
@@ -253,8 +253,8 @@ class Reporter:
         with self._faults_told():
             self._note(closed=closed)
             report = self.make(closed=closed)
-            self._breaches = report.breaches
             self._publish(FILE, run_report.dump_file([*self._earlier, run_report.dump_run(report)]))
+            self._breaches = report.breaches
         self._written = time.monotonic()
         self._took_seconds = self._written - begun
         if closed or self._written - self._captures_written >= CAPTURES_EVERY_SECONDS:

@@ -450,4 +450,4 @@ class Capturer:
             target = buffer.address + chunk_map.layout.tensors[item.name].staging_offset
             transfer = Transfer(item.tensor.data_ptr(), target, item.tensor.nbytes)
             (at_once if item.tensor.device == self._engine.source else beside_gpu).append(transfer)
-        self._prepared[buffer.index] = _Prepared(transfers, at_once, [one for one in beside_gpu if one.length_bytes])
+        self._prepared[buffer.index] = _Prepared(transfers, at_once, beside_gpu)
