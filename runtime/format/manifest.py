@@ -97,9 +97,16 @@ class Manifest:
     version: Literal[1] = 1
 
 
-def describe_tensors(layout: Layout) -> dict[str, TensorEntry]:
-    """The manifest's entries for tensors that one rank holds whole."""
-    return {
+_ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+_FILES_ADAPTER: TypeAdapter[dict[str, FileEntry]] = TypeAdapter(Named[FileName, FileEntry])
+_TENSORS_ADAPTER: TypeAdapter[dict[str, TensorEntry]] = TypeAdapter(Named[str, TensorEntry])
+# These bytes occur nowhere before this member: an entry of ``files`` is never {}, and quotes in strings are escaped.
+_NO_TENSORS = b'"tensors":{}'
+
+
+def dump_tensors(layout: Layout) -> bytes:
+    """The entries of tensors that one rank holds whole, as JSON for :func:`dumps`."""
+    entries = {
         name: TensorEntry(
             placed.record.shape,
             placed.record.dtype,
@@ -109,19 +116,23 @@ def describe_tensors(layout: Layout) -> dict[str, TensorEntry]:
         )
         for name, placed in layout.tensors.items()
     }
+    return _TENSORS_ADAPTER.dump_json(entries, ensure_ascii=True)
 
 
-_ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
-_FILES_ADAPTER: TypeAdapter[dict[str, FileEntry]] = TypeAdapter(Named[FileName, FileEntry])
+def dumps(manifest: Manifest, tensors: bytes | None = None) -> bytes:
+    """The bytes of the manifest's file. UnsupportedError if ``info`` is not JSON, or all is too large to read back.
 
-
-def dumps(manifest: Manifest) -> bytes:
-    """The bytes of the manifest's file. UnsupportedError if ``info`` is not JSON, or all is too large to read back."""
+    Args:
+        tensors: their entries as JSON, if ``manifest`` has none.
+    """
     try:
         json.dumps(manifest.info, allow_nan=False)  # pydantic would write null
         body = _ADAPTER.dump_json(manifest, ensure_ascii=True)[:-1]
     except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
         raise UnsupportedError(f"the checkpoint's information cannot be written as JSON: {error}") from None
+    if tensors is not None:
+        assert not manifest.tensors
+        body = body.replace(_NO_TENSORS, _NO_TENSORS[:-2] + tensors, 1)
     if len(body) + _DIGEST_BYTES > MAX_MANIFEST_BYTES:
         raise UnsupportedError(f"the manifest would have {len(body)} bytes, more than {MAX_MANIFEST_BYTES}")
     return body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'

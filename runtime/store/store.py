@@ -86,7 +86,7 @@ class Store:
         self._void: set[str] = set()  # published but not durable, to be removed
         self._went_on_from: int | None = None  # retention has not run since
         self.committed_at = 0.0, 0.0  # of the last commit, by time.monotonic: all was written; it was published
-        self._described: tuple[Layout, dict[str, manifest.TensorEntry]] | None = None  # by the last commit
+        self._described: tuple[Layout, bytes] | None = None  # by the last commit
         self._root: int | None = None
         self._warned_no_sync = False
         self._warned_left: set[str] = set()  # names that could not be removed
@@ -190,7 +190,7 @@ class Store:
             plan_digest=plan_digest,
             world_size=1,
             files={},
-            tensors=self._describe(layout),
+            tensors={},
             ties=tuple(ties),
             absent=tuple(absent),
             info=plain,
@@ -202,10 +202,10 @@ class Store:
             retire=retire,
         )
 
-    def _describe(self, layout: Layout) -> dict[str, manifest.TensorEntry]:
-        """The entries of a layout, made once: this takes a millisecond of Python's lock, and training's with it."""
+    def _describe(self, layout: Layout) -> bytes:
+        """The entries of a layout, made once: this takes milliseconds of Python's lock, and training's with it."""
         if self._described is None or self._described[0] is not layout:
-            self._described = layout, manifest.describe_tensors(layout)
+            self._described = layout, manifest.dump_tensors(layout)
         return self._described[1]
 
     def commit_written(
@@ -261,7 +261,7 @@ class Store:
         extra: bytes,
         described: manifest.Manifest,
     ) -> None:
-        """Write a whole, durable checkpoint under a temporary name; ``described`` lacks only its files."""
+        """Write a whole, durable checkpoint under a temporary name; ``described`` lacks its files and tensors."""
         # (2) a directory that no reader looks at
         fs.mkdir(temporary, dir_fd=root)
         folder = fs.open_folder(temporary, dir_fd=root)
@@ -270,7 +270,7 @@ class Store:
             entries = write_files(folder, layout, image)
             entries[manifest.EXTRA] = write_file(folder, manifest.EXTRA, iter([memoryview(extra)]))
             # (4) the manifest last: it names only what is on the disk by now
-            content = manifest.dumps(dataclasses.replace(described, files=entries))
+            content = manifest.dumps(dataclasses.replace(described, files=entries), self._describe(layout))
             write_file(folder, manifest.MANIFEST, iter([memoryview(content)]))
             # (5) the names of these files
             self._sync_folder(folder)

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from checkflow.core.errors import LockedError, StorageError, UnsupportedError
+from checkflow.runtime.format import manifest
+from checkflow.runtime.format.layout import make_layout
 from checkflow.runtime.store.discovery import find, find_valid
 from checkflow.runtime.store.files import parse_step, step_name
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
@@ -117,15 +119,27 @@ def test_a_checkpoint_comes_back(directory: Path) -> None:
 def test_the_manifest_is_json_and_names_every_file(directory: Path) -> None:
     with new_store(directory) as store:
         path = commit(store, 1, 1)
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    assert {*manifest["files"], "manifest.json"} == {entry.name for entry in path.iterdir()}
-    for name, entry in manifest["files"].items():
+    found = json.loads((path / "manifest.json").read_bytes())
+    assert {*found["files"], "manifest.json"} == {entry.name for entry in path.iterdir()}
+    for name, entry in found["files"].items():
         assert (path / name).stat().st_size == entry["size_bytes"]
 
 
-def test_nothing_to_save_is_saved(directory: Path) -> None:
-    from checkflow.runtime.format.layout import make_layout
+def test_each_layout_has_its_own_tensors_in_the_manifest(directory: Path) -> None:
+    """They are written once for a layout, and put where the manifest has none: at no text that looks like it."""
+    odd = '"tensors":{}'
+    layouts = [LAYOUT, make_layout([]), make_layout([record(f"model/{odd}", (2,))]), LAYOUT]
+    with Store(directory, run_id=odd) as store:
+        for step, layout in enumerate(layouts):
+            path = store.commit(step, layout, fill(layout, 1)[0], b"", {odd: {}, "tensors": {}})
+            data = (path / "manifest.json").read_bytes()
+            found = manifest.loads(data, "it")
+            assert manifest.dumps(found) == data
+            assert {*found.tensors} == {*layout.tensors}
+            assert (found.run_id, found.info) == (odd, {odd: {}, "tensors": {}})
 
+
+def test_nothing_to_save_is_saved(directory: Path) -> None:
     with new_store(directory) as store:
         path = store.commit(0, make_layout([]), memoryview(b""), b"", {})
     with open_checkpoint(path) as checkpoint:
@@ -134,8 +148,6 @@ def test_nothing_to_save_is_saved(directory: Path) -> None:
 
 
 def test_large_files_have_a_checksum_for_each_block(directory: Path) -> None:
-    from checkflow.runtime.format.layout import make_layout
-
     layout = make_layout(
         [
             record("model/a", (1000, 2500)),
