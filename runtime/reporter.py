@@ -50,7 +50,7 @@ from checkflow.runtime.system import fs
 logger = logging.getLogger("checkflow")
 
 MOST_SHARE = 0.02  # of the time may go into reports during training
-WRITTEN_EVERY_SECONDS = 2.0  # at least, from one writing to the next: each takes some milliseconds from training
+WRITTEN_EVERY_SECONDS = 5.0  # at least, from one writing to the next: each takes some milliseconds from training
 REPORT_EVERY_SECONDS = 1.0  # at least, from one call of ``on_report`` to the next
 CAPTURES_EVERY_SECONDS = 30.0  # at least, from one writing of the captures' times to the next
 LEAST_SAID = 0.001  # of the time: the last line omits smaller parts
