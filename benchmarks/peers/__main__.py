@@ -39,7 +39,7 @@ KILLS = 60
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__.partition("\n")[0])
-    parser.add_argument("--states", default="0.1,1,4", help=f"in GB, of {', '.join(CASES)} [0.1,1,4]")
+    parser.add_argument("--states", default="0.1,0.15,1,4", help=f"in GB, of {', '.join(CASES)} [0.1,0.15,1,4]")
     parser.add_argument("--only", help=f"peers, with commas between them, of {', '.join(PEERS)} [all]")
     parser.add_argument("--rounds", type=int, default=5, help="0: kills alone [5]")
     parser.add_argument("--kills", type=int, help="of each peer's re-saves; 0: none [60, if the file has none yet]")
