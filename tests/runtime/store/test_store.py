@@ -129,14 +129,14 @@ def test_each_layout_has_its_own_tensors_in_the_manifest(directory: Path) -> Non
     """They are written once for a layout, and put where the manifest has none: at no text that looks like it."""
     odd = '"tensors":{}'
     layouts = [LAYOUT, make_layout([]), make_layout([record(f"model/{odd}", (2,))]), LAYOUT]
-    with Store(directory, run_id=odd) as store:
+    with new_store(directory) as store:
         for step, layout in enumerate(layouts):
-            path = store.commit(step, layout, fill(layout, 1)[0], b"", {odd: {}, "tensors": {}})
+            path = store.commit(step, layout, fill(layout, 1)[0], b"", {odd: {}, "tensors": {}}, plan_digest=odd)
             data = (path / "manifest.json").read_bytes()
             found = manifest.loads(data, "it")
             assert manifest.dumps(found) == data
             assert {*found.tensors} == {*layout.tensors}
-            assert (found.run_id, found.info) == (odd, {odd: {}, "tensors": {}})
+            assert (found.plan_digest, found.info) == (odd, {odd: {}, "tensors": {}})
 
 
 def test_nothing_to_save_is_saved(directory: Path) -> None:
