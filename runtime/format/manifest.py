@@ -123,7 +123,7 @@ def dumps(manifest: Manifest, tensors: bytes | None = None) -> bytes:
     """The bytes of the manifest's file. UnsupportedError if ``info`` is not JSON, or all is too large to read back.
 
     Args:
-        tensors: their entries as JSON, if ``manifest`` has none.
+        tensors: what :func:`dump_tensors` returned, in place of ``manifest.tensors``, which must be empty.
     """
     try:
         json.dumps(manifest.info, allow_nan=False)  # pydantic would write null
@@ -132,7 +132,7 @@ def dumps(manifest: Manifest, tensors: bytes | None = None) -> bytes:
         raise UnsupportedError(f"the checkpoint's information cannot be written as JSON: {error}") from None
     if tensors is not None:
         assert not manifest.tensors
-        body = body.replace(_NO_TENSORS, _NO_TENSORS[:-2] + tensors, 1)
+        body = body.replace(_NO_TENSORS, b'"tensors":' + tensors, 1)
     if len(body) + _DIGEST_BYTES > MAX_MANIFEST_BYTES:
         raise UnsupportedError(f"the manifest would have {len(body)} bytes, more than {MAX_MANIFEST_BYTES}")
     return body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
