@@ -51,7 +51,7 @@ from checkflow.runtime.memory_tier.records import (
     remove,
 )
 from checkflow.runtime.store.parts import Source
-from checkflow.runtime.system import fs, numa
+from checkflow.runtime.system import fs, large_pages, numa
 from checkflow.runtime.system.aligned_memory import map_address
 
 logger = logging.getLogger("checkflow")
@@ -277,6 +277,7 @@ class MemoryTier:
             memory = mmap.mmap(fd, size_bytes)
             if node is not None:  # before pages are allocated
                 numa.prefer_node(map_address(memory), size_bytes, node)
+            large_pages.allocate(fd, size_bytes)
             for begin in range(0, size_bytes, PIECE_BYTES):  # or a later page fault could be a SIGBUS
                 os.posix_fallocate(fd, begin, min(PIECE_BYTES, size_bytes - begin))
         finally:
