@@ -14,7 +14,7 @@ from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
 
 #: What the link takes within this time is released at once: on a GPU a hook costs tens of microseconds.
-RELEASE_SECONDS = 1e-3
+RELEASE_SECONDS = 10e-3
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,12 @@ from checkflow.runtime.transfer.engine import (
 
 logger = logging.getLogger("checkflow")
 
-# The training thread copies less than this itself: waking another thread costs more.
+# If all chunks are smaller, the training thread copies them itself: waking another thread costs more.
 SMALL_BYTES = 32 * 1024
-# What the thread takes from the queue at a time, if the first chunk is no larger. Each time costs training the
-# GIL once, and a deadline may wait for one such batch that is not its own.
+# As soon as the thread has taken so much from the queue, it copies that. Each time costs training the GIL once, and a
+# deadline may wait for one such batch that is not its own.
 TAKEN_BYTES = 1024 * 1024
-# ctypes.memmove that keeps the GIL: for small chunks.
+# ctypes.memmove that keeps the GIL.
 _MEMMOVE_ADDRESS = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
 assert _MEMMOVE_ADDRESS is not None
 _move_holding = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(_MEMMOVE_ADDRESS)
@@ -104,7 +104,7 @@ class HostCopyEngine:
             self._snapshot_bytes = self._peak_bytes = self._large_bytes = 0
         begun = time.perf_counter()
         for transfer in at_once:
-            ctypes.memmove(transfer.target, transfer.source, transfer.length_bytes)
+            _move(transfer.target, transfer.source, transfer.length_bytes)
         if at_once:
             size_bytes = sum(one.length_bytes for one in at_once)
             self._boundary = [CopySpan("boundary", -1, len(at_once), size_bytes, begun, time.perf_counter() - begun)]
@@ -119,7 +119,7 @@ class HostCopyEngine:
                 continue  # it left its live tensor already, or an interrupt came after this
             transfer = self._transfers[chunk]
             copy = (ctypes.c_char * transfer.length_bytes)()
-            ctypes.memmove(copy, transfer.source, transfer.length_bytes)
+            _move(ctypes.addressof(copy), transfer.source, transfer.length_bytes)
             with self._mutex:
                 self._snapshots[chunk] = copy
                 self._held_bytes += transfer.length_bytes
@@ -132,25 +132,20 @@ class HostCopyEngine:
         self._snapshot_seconds += time.perf_counter() - begun
 
     def offload(self, chunks: Sequence[int], anchor: str) -> None:
-        small: list[int] = []
         with self._mutex:
             status, transfers = self._status, self._transfers
             chosen = tuple([chunk for chunk in chunks if status[chunk] == _PENDING])
             if not chosen:
                 return
             self._orders.append(CopyOrder(chosen, "offload", anchor))
+            small = max([transfers[chunk].length_bytes for chunk in chosen]) <= SMALL_BYTES
             for chunk in chosen:
-                if transfers[chunk].length_bytes <= SMALL_BYTES:
-                    status[chunk] = _OWN
-                    small.append(chunk)
-                else:
-                    status[chunk] = _QUEUED
-                    self._queue.append(chunk)
-        if small:
-            self._copy(small)  # before the thread wakes and competes for the GIL
-        if len(small) < len(chosen):
-            with self._mutex:
+                status[chunk] = _OWN if small else _QUEUED
+            if not small:
+                self._queue.extend(chosen)
                 self._changed.notify_all()
+        if small:
+            self._copy(chosen)
 
     def wait(self, chunks: Sequence[int]) -> None:
         status = self._status  # "done" is final within a capture, so no lock
@@ -271,32 +266,31 @@ class HostCopyEngine:
         taken: list[int] = []
         size_bytes = 0
         while self._queue and size_bytes < TAKEN_BYTES:
-            chunk = self._queue[0]
+            chunk = self._queue.popleft()
             if self._status[chunk] == _QUEUED:
-                size_bytes += self._transfers[chunk].length_bytes
-                if taken and size_bytes > TAKEN_BYTES:
-                    break
                 self._status[chunk] = _RUNNING
                 taken.append(chunk)
-            self._queue.popleft()
+                size_bytes += self._transfers[chunk].length_bytes
         return taken
 
     def _copy(self, chunks: Sequence[int]) -> None:
         begun = time.perf_counter()
+        large_bytes, large_seconds = 0, 0.0
         for chunk in chunks:
             transfer = self._transfers[chunk]
             snapshot = self._snapshots.get(chunk)
             source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
-            move = _move_holding if transfer.length_bytes <= SMALL_BYTES else ctypes.memmove
-            move(transfer.target, source, transfer.length_bytes)
+            before = time.perf_counter()
+            _move(transfer.target, source, transfer.length_bytes)
+            if transfer.length_bytes >= TAKEN_BYTES:
+                large_bytes += transfer.length_bytes
+                large_seconds += time.perf_counter() - before
         seconds = time.perf_counter() - begun
-        large_bytes = self._transfers[chunks[0]].length_bytes if len(chunks) == 1 else 0  # those are copied alone
         with self._mutex:
             self._copied.append(("offload", chunks, begun, seconds))
             self._offload_seconds += seconds
-            if large_bytes >= TAKEN_BYTES:
-                self._large_bytes += large_bytes
-                self._large_seconds += seconds
+            self._large_bytes += large_bytes
+            self._large_seconds += large_seconds
             for chunk in chunks:
                 self._status[chunk] = _DONE
                 if chunk in self._freeable:
@@ -324,6 +318,11 @@ class HostCopyEngine:
     def _give_back(self, chunk: int) -> None:
         if self._snapshots.pop(chunk, None) is not None:
             self._held_bytes -= self._transfers[chunk].length_bytes
+
+
+def _move(target: int, source: int, length_bytes: int) -> None:
+    """Copy; a small chunk without giving the GIL away, which would take longer."""
+    (_move_holding if length_bytes <= SMALL_BYTES else ctypes.memmove)(target, source, length_bytes)
 
 
 def _spans(boundary: Iterable[CopySpan], copied: Iterable[_Copied], transfers: Sequence[Transfer]) -> list[CopySpan]:
