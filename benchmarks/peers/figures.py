@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.peers.block import Block
-from benchmarks.peers.peers import OURS
+from benchmarks.peers.peers import OURS, RAW
 from checkflow.planner.measure.timing import Spread, spread_of
 
 Figures = Mapping[str, Any]  # of one peer: a list of one value a round for each name, or why there are none
@@ -97,11 +97,13 @@ def missed(content: Mapping[str, Any]) -> list[str]:
         if "failed" in ours:
             lines.append(f"{state} GB: checkflow failed: {ours['failed']}")
             continue
+        raw = found["peers"].get(RAW, {})
         for bar in BARS:
             value = spread(ours, bar.figure).median
             if not bar.reached(value):
                 limit = f"at {'most' if bar.at_most else 'least'} {bar.limit:.0%}"
-                lines.append(f"{state} GB: {bar.what} is {value:.1%}, and was to be {limit}")
+                beside = f"; that of {RAW} is {spread(raw, bar.figure).median:.1%}" if bar.figure in raw else ""
+                lines.append(f"{state} GB: {bar.what} is {value:.1%}, and was to be {limit}{beside}")
     ours = content["kills"].get("peers", {}).get(OURS)
     if ours is not None and (ours.get("failed") or ours["lost"]):
         lines.append(f"kills: {ours.get('failed') or str(ours['lost']) + ' lost the state'}")

@@ -80,7 +80,8 @@ class Job:
         """What scripts save: both state dicts, whose tensors are the live ones."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors of the state, as they are now."""
         for parameter in self.model.parameters():
             yield parameter.detach()
             # Those that are there: a restore that brings back none must show, too.
@@ -88,12 +89,12 @@ class Job:
 
     @property
     def state_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def digest(self) -> str:
         """Of all bytes of the state."""
         found = xxhash.xxh3_128()
-        for tensor in self._tensors():
+        for tensor in self.tensors():
             found.update(tensor.cpu().numpy())
         return found.hexdigest()
 
@@ -108,5 +109,5 @@ class Job:
 
     def forget(self) -> None:
         """Overwrite the state, so that a restore has to bring all of it back."""
-        for tensor in self._tensors():
+        for tensor in self.tensors():
             tensor.zero_()

@@ -12,6 +12,7 @@ from benchmarks.peers import libraries
 from benchmarks.peers.files import Saved
 from benchmarks.peers.job import Job
 from benchmarks.peers.own import Checkflow, CheckFreq
+from benchmarks.peers.raw import Raw
 from benchmarks.ways import Way
 
 
@@ -55,6 +56,7 @@ def _checkfreq(*, copies_beside: bool, commits_beside: bool) -> Entry:
 
 
 OURS = "checkflow"
+RAW = "raw copy and write"  # no peer, but what they are to be compared with
 IN_PLACE = "torch.save in place"
 PEERS: Mapping[str, Entry] = {
     "torch.save": _files(libraries.TorchSave),
@@ -69,4 +71,5 @@ PEERS: Mapping[str, Entry] = {
     "CheckFreq persist beside": _checkfreq(copies_beside=False, commits_beside=True),
     "CheckFreq pipelined": _checkfreq(copies_beside=True, commits_beside=True),
     OURS: Entry(Checkflow, Checkflow),
+    RAW: _files(Raw),
 }

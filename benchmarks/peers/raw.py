@@ -1,17 +1,29 @@
-"""What the disk gives without any format: a new file written and flushed, and a file read that is not in memory."""
+"""What memory and disk give without any format.
+
+At rest, that is a new file written and flushed, and a file read that is not in memory, by plain ways. Beside training,
+:class:`Raw` does what every save has to, and nothing else.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from benchmarks.peers.files import Files, Wait
+from benchmarks.peers.job import Job
 from benchmarks.store_speed import BLOCK_BYTES, drop
+from checkflow.runtime.system.aligned_memory import address_of, scratch
 
 PAGE_BYTES = 4096
+RUN_BYTES = 2 * BLOCK_BYTES  # of one write or read of Raw
 WAYS = ((0, 1), (os.O_DIRECT, 1), (os.O_DIRECT, 4))  # flags and threads; the fastest is the limit
 
 
@@ -77,3 +89,53 @@ def read_seconds(directory: Path, size_bytes: int) -> float:
         return min(_read(path, size_bytes, *way) for way in WAYS)
     finally:
         path.unlink()
+
+
+class Raw(Files):
+    """Copies the state into host memory with one thread, and writes it: bytes alone, without names or checksums."""
+
+    def __init__(self, job: Job, every: int, directory: Path, **options: Any) -> None:
+        if job.on_gpu:
+            raise SystemExit("it copies from host memory alone")
+        super().__init__(job, every, directory, **options)
+        self._size_bytes = -(-job.state_bytes // PAGE_BYTES) * PAGE_BYTES  # O_DIRECT wants whole pages
+        self._memory = scratch(self._size_bytes, large_pages=True)
+        ctypes.memset(address_of(self._memory), 0, self._size_bytes)
+        self._copies_done = threading.Event()
+
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """Of each tensor: its address, that of its copy, and its bytes."""
+        place = address_of(self._memory)
+        for tensor in self.job.tensors():
+            yield tensor.data_ptr(), place, tensor.nbytes
+            place += tensor.nbytes
+
+    def begin(self, path: Path) -> Wait:
+        self._copies_done.clear()
+        return functools.partial(self._save, path)
+
+    def _save(self, path: Path) -> None:
+        for address, place, size_bytes in self._places():
+            ctypes.memmove(place, address, size_bytes)
+        self.note_copied()
+        self._copies_done.set()
+        self._each_run(path, os.O_WRONLY | os.O_CREAT, os.pwrite)
+
+    def before_step(self) -> None:
+        if self._pending is not None:
+            self._copies_done.wait()
+
+    def load(self, path: Path) -> None:
+        self._each_run(path, os.O_RDONLY, lambda file, run, offset: os.preadv(file, [run], offset))
+        for address, place, size_bytes in self._places():
+            ctypes.memmove(address, place, size_bytes)
+
+    def _each_run(self, path: Path, flags: int, work: Callable[[int, memoryview, int], int]) -> None:
+        file = os.open(path, flags | os.O_DIRECT, 0o666)
+        try:
+            for offset in range(0, self._size_bytes, RUN_BYTES):
+                run = self._memory[offset : offset + RUN_BYTES]
+                if (done := work(file, run, offset)) != len(run):
+                    raise OSError(f"the disk took or gave {done} B of {len(run)} at {offset}")
+        finally:
+            os.close(file)

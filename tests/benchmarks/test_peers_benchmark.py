@@ -23,7 +23,7 @@ from benchmarks.peers.figures import by_name, figures_of, missed, percentile
 from benchmarks.peers.job import Job
 from benchmarks.peers.kills import MIXTURE, NEW, NOTHING, OLD, Kills, kill_saves
 from benchmarks.peers.page import plot, render
-from benchmarks.peers.peers import IN_PLACE, OURS, PEERS
+from benchmarks.peers.peers import IN_PLACE, OURS, PEERS, RAW
 
 MB = 10**6
 BLOCK = Block(
@@ -121,6 +121,13 @@ def test_bars_that_are_just_reached() -> None:
 def test_a_bar_that_is_missed_is_named(figure: str, value: float, line: str) -> None:
     (found,) = missed(content(**{**WITHIN, figure: value}))
     assert line in found
+
+
+def test_a_bar_that_is_missed_has_raw_beside_it() -> None:
+    made = content(**{**WITHIN, "inflation_mean": 0.021})
+    made["states"]["0.1"]["peers"][RAW] = by_name([figures_of(BLOCK)] * 2)  # type: ignore[index]
+    (found,) = missed(made)
+    assert found.endswith("that of raw copy and write is 25.0%")
 
 
 def test_a_lost_state_is_named() -> None:
