@@ -25,13 +25,12 @@ from checkflow.core.units import format_size
 from checkflow.runtime.memory_tier.records import PIECE_BYTES
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.system import numa
-from checkflow.runtime.system.aligned_memory import MADV_WIPEONFORK, map_address
+from checkflow.runtime.system.aligned_memory import MADV_WIPEONFORK, map_address, map_at
 
 logger = logging.getLogger("checkflow")
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, and flags of its mmap that Python does not name
-_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_NORESERVE, _PROT_NONE = 0x4000, 0
 _MOST_THREADS = 8  # that touch or lock memory; enough for its bandwidth
 _Item = TypeVar("_Item")
 
@@ -292,21 +291,16 @@ _apart: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()  # shared buffers of 
 
 def _part() -> None:
     """In a forked child, replace shared buffers by zeros: it may train on, and must not write where its parent does."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     for buffer in list(_apart):
         size_bytes = len(buffer.memory)
-        if _map(buffer.address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
+        if not map_at(buffer.address, size_bytes, flags=flags):
             # No memory to promise (overcommit is off): make it inaccessible.
-            _map(buffer.address, size_bytes, _PROT_NONE, flags, -1, 0)
+            map_at(buffer.address, size_bytes, flags=flags, protection=_PROT_NONE)
 
 
 _advise: Any = None
 if sys.platform == "linux":  # no such shared memory elsewhere
     _advise = ctypes.CDLL(None).madvise  # unlike mmap.madvise, it releases the GIL
     _advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    _map = ctypes.CDLL(None, use_errno=True).mmap
-    _map.restype = ctypes.c_void_p
-    _map.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
-    )  # fmt: skip
     os.register_at_fork(after_in_child=_part)

@@ -8,10 +8,12 @@ import gc
 import mmap
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 MADV_WIPEONFORK = 18  # Linux; Python lacks the name
+_MAP_FIXED = 0x10  # likewise
 _LEAST_COPY_BYTES = 1 << 20  # for less, releasing the GIL does not pay
 
 
@@ -51,9 +53,32 @@ def map_address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def map_at(
+    address: int,
+    size_bytes: int,
+    *,
+    flags: int,
+    protection: int = mmap.PROT_READ | mmap.PROT_WRITE,
+    file: int = -1,
+    offset: int = 0,
+) -> bool:
+    """Replace what is mapped at an address, on Linux; returns whether the system agrees."""
+    found = _map(address, size_bytes, protection, flags | _MAP_FIXED, file, offset)
+    return bool(found == address)
+
+
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy as many bytes as both have; a large copy releases the GIL."""
     if len(source) < _LEAST_COPY_BYTES:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+_map: Any = None
+if sys.platform == "linux":
+    _map = ctypes.CDLL(None, use_errno=True).mmap
+    _map.restype = ctypes.c_void_p
+    _map.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
+    )  # fmt: skip

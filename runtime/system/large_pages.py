@@ -7,22 +7,28 @@ Only a hint: if the kernel refuses, pages stay small. It does before Linux 6.1, 
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import mmap
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from checkflow.runtime.system.aligned_memory import map_address
+from checkflow.runtime.system.aligned_memory import map_address, map_at
 
 logger = logging.getLogger("checkflow")
 
-LARGE_BYTES = 2 << 20  # of one page, on x86-64 and with small pages of 4 KiB on arm64
+LARGE_BYTES = 2 << 20  # of one page, where small ones have 4 KiB
 _PIECE_BYTES = 32 * LARGE_BYTES  # allocated by one call, which a signal has to wait for
-_MADV_COLLAPSE, _MAP_FIXED = 25, 0x10
+_MOST_THREADS = 8  # that clear memory; enough for its bandwidth
+_TRIES = 2  # a small page may just be on its way to a list of the kernel's
+_MADV_COLLAPSE = 25
 
 
 def allocate(file: int, size_bytes: int) -> None:
-    """Allocate the beginning of a new file in large pages; the rest, and what the kernel refuses, stays a hole.
+    """Allocate the beginning of a new file in large pages; the rest, and most of what the kernel refuses, stays a hole.
 
     Args:
         file: a descriptor of a file in shared memory that has this size.
@@ -31,24 +37,43 @@ def allocate(file: int, size_bytes: int) -> None:
         OSError: there is no room.
     """
     whole_bytes = size_bytes // LARGE_BYTES * LARGE_BYTES
-    if sys.platform != "linux" or not whole_bytes:
+    begins = range(0, whole_bytes, _PIECE_BYTES)
+    if sys.platform != "linux" or not begins:
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
-    )  # fmt: skip
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    readable = mmap.PROT_READ | mmap.PROT_WRITE
-    # The kernel joins small pages where they are mapped at a multiple of the large page. Python's mmap takes no
-    # address, so pieces of the file are mapped over memory that has one.
-    with mmap.mmap(-1, _PIECE_BYTES + LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
+    refused = threading.Event()
+    piece = functools.partial(_allocate_piece, file, whole_bytes, refused)
+    with ThreadPoolExecutor(min(len(begins), _MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(piece, begins):
+            pass
+
+
+def _allocate_piece(file: int, whole_bytes: int, refused: threading.Event, begin: int) -> None:
+    """Allocate one piece, unless an earlier one was refused: in fragmented memory each try takes long."""
+    if refused.is_set():
+        return
+    size_bytes = min(_PIECE_BYTES, whole_bytes - begin)
+    for page in range(begin, begin + size_bytes, LARGE_BYTES):
+        os.posix_fallocate(file, page, 1)  # the kernel joins what has a small page, and takes its NUMA node
+    try:
+        room = mmap.mmap(-1, _PIECE_BYTES + LARGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # a limit on addresses
+        _note(refused, error.strerror)
+        return
+    # It joins them where they are mapped at a multiple of the large page. Python's mmap takes no address.
+    with room:
         address = -(-map_address(room) // LARGE_BYTES) * LARGE_BYTES
-        for begin in range(0, whole_bytes, _PIECE_BYTES):
-            piece_bytes = min(_PIECE_BYTES, whole_bytes - begin)
-            for page in range(begin, begin + piece_bytes, LARGE_BYTES):
-                os.posix_fallocate(file, page, 1)  # one small page is enough, and little to copy; it has the NUMA node
-            mapped = libc.mmap(address, piece_bytes, readable, mmap.MAP_SHARED | _MAP_FIXED, file, begin)
-            if mapped != address or libc.madvise(address, piece_bytes, _MADV_COLLAPSE):
-                logger.debug("no large pages for staging memory: %s", os.strerror(ctypes.get_errno()))
-                return
+        if not map_at(address, size_bytes, flags=mmap.MAP_SHARED, file=file, offset=begin):
+            _note(refused, "the file cannot be mapped")
+        elif all(_advise(address, size_bytes, _MADV_COLLAPSE) for _ in range(_TRIES)):
+            _note(refused, os.strerror(ctypes.get_errno()))
+
+
+def _note(refused: threading.Event, reason: str | None) -> None:
+    refused.set()
+    logger.debug("no large pages for staging memory: %s", reason)
+
+
+_advise: Any = None
+if sys.platform == "linux":
+    _advise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap.madvise, it releases the GIL
+    _advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
