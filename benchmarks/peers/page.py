@@ -20,7 +20,7 @@ USAGE = """\
 - **torchsnapshot** and **torch_checkpointing** flush nothing, so the benchmark flushes their files and names, beside training where they save beside training. torch_checkpointing runs, on a CPU, as its troubleshooting page says, with `manager.lock()` around the optimizer's step and without O_DIRECT, which fails on ext4.
 - **CheckFreq**: its own code needs libraries of 2019, so its mechanism runs on checkflow's store and copies: "synchronous"; "persist beside", which copies in the foreground and writes in the background; "pipelined", which also copies behind the next forward and backward, until the optimizer's step.
 - **checkflow**: `Checkpointer(every=…)` as it comes. It makes its plan before anything is timed.
-- **raw copy and write** is no peer, but what they are to be compared with: one thread copies the tensors beside forward and backward, then writes them around the page cache, from pages of 2 MiB. There are no names, no checksums, and nothing that tells a whole version from a torn one.
+- **raw copy and write** is no peer, but what they are to be compared with: one thread copies the tensors beside forward and backward, then writes them around the page cache, from large pages if the kernel has them. There are no names, no checksums, and nothing that tells a whole version from a torn one. It is a plain way, not the limit: other ways may take less.
 
 Where training has one thread of two cores, as with `--threads 1`, saves have the other core, as the host of a GPU has some to spare. Where training takes all cores, whatever a save computes or copies takes its time.
 

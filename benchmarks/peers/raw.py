@@ -1,13 +1,14 @@
 """What memory and disk give without any format.
 
 At rest, that is a new file written and flushed, and a file read that is not in memory, by plain ways. Beside training,
-:class:`Raw` does what every save has to, and nothing else.
+:class:`Raw` only copies and writes bytes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import mmap
 import os
 import threading
@@ -21,8 +22,9 @@ from benchmarks.peers.files import Files, Wait
 from benchmarks.peers.job import Job
 from benchmarks.store_speed import BLOCK_BYTES, drop
 from checkflow.runtime.system.aligned_memory import address_of, scratch
+from checkflow.runtime.transfer.host import move
 
-PAGE_BYTES = 4096
+PAGE_BYTES, LINE_BYTES = 4096, 64
 RUN_BYTES = 2 * BLOCK_BYTES  # of one write or read of Raw
 WAYS = ((0, 1), (os.O_DIRECT, 1), (os.O_DIRECT, 4))  # flags and threads; the fastest is the limit
 
@@ -92,43 +94,45 @@ def read_seconds(directory: Path, size_bytes: int) -> float:
 
 
 class Raw(Files):
-    """Copies the state into host memory with one thread, and writes it: bytes alone, without names or checksums."""
+    """Copies the state with one thread, and writes it with one: a plain way, without names or checksums."""
 
     def __init__(self, job: Job, every: int, directory: Path, **options: Any) -> None:
         if job.on_gpu:
             raise SystemExit("it copies from host memory alone")
         super().__init__(job, every, directory, **options)
-        self._size_bytes = -(-job.state_bytes // PAGE_BYTES) * PAGE_BYTES  # O_DIRECT wants whole pages
+        begins = [0, *itertools.accumulate(-(-tensor.nbytes // LINE_BYTES) * LINE_BYTES for tensor in job.tensors())]
+        self._size_bytes = -(-begins.pop() // PAGE_BYTES) * PAGE_BYTES  # O_DIRECT wants whole pages
         self._memory = scratch(self._size_bytes, large_pages=True)
-        ctypes.memset(address_of(self._memory), 0, self._size_bytes)
-        self._copies_done = threading.Event()
-
-    def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Of each tensor: its address, that of its copy, and its bytes."""
         place = address_of(self._memory)
-        for tensor in self.job.tensors():
-            yield tensor.data_ptr(), place, tensor.nbytes
-            place += tensor.nbytes
+        ctypes.memset(place, 0, self._size_bytes)
+        #: Of each tensor: the address of its copy, its own, and its bytes.
+        self._moves = [
+            (place + begin, tensor.data_ptr(), tensor.nbytes)
+            for begin, tensor in zip(begins, job.tensors(), strict=True)
+        ]
+        self._copies_end = threading.Event()
 
     def begin(self, path: Path) -> Wait:
-        self._copies_done.clear()
+        self._copies_end.clear()
         return functools.partial(self._save, path)
 
     def _save(self, path: Path) -> None:
-        for address, place, size_bytes in self._places():
-            ctypes.memmove(place, address, size_bytes)
+        try:
+            for place, address, size_bytes in self._moves:
+                move(place, address, size_bytes)
+        finally:
+            self._copies_end.set()
         self.note_copied()
-        self._copies_done.set()
         self._each_run(path, os.O_WRONLY | os.O_CREAT, os.pwrite)
 
     def before_step(self) -> None:
         if self._pending is not None:
-            self._copies_done.wait()
+            self._copies_end.wait()
 
     def load(self, path: Path) -> None:
         self._each_run(path, os.O_RDONLY, lambda file, run, offset: os.preadv(file, [run], offset))
-        for address, place, size_bytes in self._places():
-            ctypes.memmove(address, place, size_bytes)
+        for place, address, size_bytes in self._moves:
+            move(address, place, size_bytes)
 
     def _each_run(self, path: Path, flags: int, work: Callable[[int, memoryview, int], int]) -> None:
         file = os.open(path, flags | os.O_DIRECT, 0o666)

@@ -47,8 +47,9 @@ _PENDING, _QUEUED, _RUNNING, _OWN, _DONE = range(5)
 class HostCopyEngine:
     """Copies between two places of host memory with one thread: for training on a CPU.
 
-    The thread copies in the order of ``offload``; small chunks are copied at once. A training thread that has to wait
-    takes its chunks out of the queue and copies them itself, so a deadline costs at most what the thread took last.
+    The thread copies in the order of ``offload``, or the caller, if all chunks are small. A training thread that has to
+    wait takes its chunks out of the queue and copies them itself, so a deadline costs at most what the thread took
+    last: less than ``TAKEN_BYTES`` and one chunk.
 
     Large copies release the GIL. Most chunks are done long before their anchor, which is checked without a lock.
     """
@@ -104,7 +105,7 @@ class HostCopyEngine:
             self._snapshot_bytes = self._peak_bytes = self._large_bytes = 0
         begun = time.perf_counter()
         for transfer in at_once:
-            _move(transfer.target, transfer.source, transfer.length_bytes)
+            move(transfer.target, transfer.source, transfer.length_bytes)
         if at_once:
             size_bytes = sum(one.length_bytes for one in at_once)
             self._boundary = [CopySpan("boundary", -1, len(at_once), size_bytes, begun, time.perf_counter() - begun)]
@@ -119,7 +120,7 @@ class HostCopyEngine:
                 continue  # it left its live tensor already, or an interrupt came after this
             transfer = self._transfers[chunk]
             copy = (ctypes.c_char * transfer.length_bytes)()
-            _move(ctypes.addressof(copy), transfer.source, transfer.length_bytes)
+            move(ctypes.addressof(copy), transfer.source, transfer.length_bytes)
             with self._mutex:
                 self._snapshots[chunk] = copy
                 self._held_bytes += transfer.length_bytes
@@ -281,7 +282,7 @@ class HostCopyEngine:
             snapshot = self._snapshots.get(chunk)
             source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
             before = time.perf_counter()
-            _move(transfer.target, source, transfer.length_bytes)
+            move(transfer.target, source, transfer.length_bytes)
             if transfer.length_bytes >= TAKEN_BYTES:
                 large_bytes += transfer.length_bytes
                 large_seconds += time.perf_counter() - before
@@ -320,7 +321,7 @@ class HostCopyEngine:
             self._held_bytes -= self._transfers[chunk].length_bytes
 
 
-def _move(target: int, source: int, length_bytes: int) -> None:
+def move(target: int, source: int, length_bytes: int) -> None:
     """Copy; a small chunk without giving the GIL away, which would take longer."""
     (_move_holding if length_bytes <= SMALL_BYTES else ctypes.memmove)(target, source, length_bytes)
 
