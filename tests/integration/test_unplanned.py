@@ -370,21 +370,23 @@ def test_growing_state_without_memory_for_it_stops_checkpoints_and_not_training(
 def test_an_interrupt_inside_a_copy_of_the_training_thread_hangs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ctypes
+    import threading
+
+    from checkflow.runtime.transfer import host
 
     job, armed = Job(), []
-    move = ctypes.memmove
+    move = host.move
 
-    def interrupted(*arguments: Any) -> Any:
-        if armed:
+    def interrupted(target: int, source: int, length_bytes: int) -> None:
+        if armed and threading.current_thread() is threading.main_thread():
             armed.clear()
             raise KeyboardInterrupt
-        return move(*arguments)
+        move(target, source, length_bytes)
 
     plan = warmed()
     truths: Truths = {}
     with pytest.raises(KeyboardInterrupt), open_job(job, tmp_path, plan) as checkpointer:
-        monkeypatch.setattr(ctypes, "memmove", interrupted)
+        monkeypatch.setattr(host, "move", interrupted)
         for n in checkpointer.steps(9):
             if n:
                 truths[n] = clone_state(job.models, job.optimizers)

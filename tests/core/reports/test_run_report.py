@@ -398,7 +398,7 @@ def test_the_rate_of_large_copies_stands_apart(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     monkeypatch.setattr(host, "TAKEN_BYTES", 1)  # every copy is a large one
     large = train(tmp_path / "large", 2).report()["bandwidths"]
-    assert large["large_offload_bytes_per_second"] == pytest.approx(large["offload_bytes_per_second"])
+    assert large["large_offload_bytes_per_second"] >= large["offload_bytes_per_second"]  # without what is around each
 
 
 def test_each_start_adds_a_run_and_the_last_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
