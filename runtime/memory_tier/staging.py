@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from checkflow.core.errors import CheckflowError, StorageError
 from checkflow.core.machine.host_memory import free_host_memory_bytes
@@ -25,7 +25,7 @@ from checkflow.core.units import format_size
 from checkflow.runtime.memory_tier.records import PIECE_BYTES
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.system import numa
-from checkflow.runtime.system.aligned_memory import MADV_WIPEONFORK, map_address, map_at
+from checkflow.runtime.system.aligned_memory import MADV_WIPEONFORK, advise, map_address, map_at
 
 logger = logging.getLogger("checkflow")
 
@@ -277,7 +277,7 @@ def _in_threads(work: Callable[[_Item], None], items: Sequence[_Item]) -> None:
 
 def _touch(piece: tuple[int, int]) -> None:
     """Fault in every page for writing: a page fault during training costs more than the copy."""
-    if _advise is None or _advise(*piece, _MADV_POPULATE_WRITE):  # an older kernel or another system
+    if not advise(*piece, _MADV_POPULATE_WRITE):  # an older kernel or another system
         _clear(piece)
 
 
@@ -299,8 +299,5 @@ def _part() -> None:
             map_at(buffer.address, size_bytes, flags=flags, protection=_PROT_NONE)
 
 
-_advise: Any = None
 if sys.platform == "linux":  # no such shared memory elsewhere
-    _advise = ctypes.CDLL(None).madvise  # unlike mmap.madvise, it releases the GIL
-    _advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     os.register_at_fork(after_in_child=_part)

@@ -67,6 +67,11 @@ def map_at(
     return bool(found == address)
 
 
+def advise(address: int, size_bytes: int, advice: int) -> bool:
+    """As mmap.madvise, which keeps the GIL and raises; returns whether the system agrees, which only Linux does."""
+    return _madvise is not None and not _madvise(address, size_bytes, advice)
+
+
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy as many bytes as both have; a large copy releases the GIL."""
     if len(source) < _LEAST_COPY_BYTES:
@@ -76,8 +81,11 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 _map: Any = None
+_madvise: Any = None
 if sys.platform == "linux":
-    _map = ctypes.CDLL(None, use_errno=True).mmap
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _map, _madvise = _libc.mmap, _libc.madvise
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     _map.restype = ctypes.c_void_p
     _map.argtypes = (
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,

@@ -14,9 +14,8 @@ import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from checkflow.runtime.system.aligned_memory import map_address, map_at
+from checkflow.runtime.system.aligned_memory import advise, map_address, map_at
 
 logger = logging.getLogger("checkflow")
 
@@ -64,16 +63,10 @@ def _allocate_piece(file: int, whole_bytes: int, refused: threading.Event, begin
         address = -(-map_address(room) // LARGE_BYTES) * LARGE_BYTES
         if not map_at(address, size_bytes, flags=mmap.MAP_SHARED, file=file, offset=begin):
             _note(refused, "the file cannot be mapped")
-        elif all(_advise(address, size_bytes, _MADV_COLLAPSE) for _ in range(_TRIES)):
+        elif not any(advise(address, size_bytes, _MADV_COLLAPSE) for _ in range(_TRIES)):
             _note(refused, os.strerror(ctypes.get_errno()))
 
 
 def _note(refused: threading.Event, reason: str | None) -> None:
     refused.set()
     logger.debug("no large pages for staging memory: %s", reason)
-
-
-_advise: Any = None
-if sys.platform == "linux":
-    _advise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap.madvise, it releases the GIL
-    _advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -88,7 +88,7 @@ def test_buffers_that_outlive_the_process_have_large_pages(tmp_path: Path) -> No
 def test_a_refusal_leaves_small_pages(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first piece as of all later ones, which are not tried."""
     tried = []
-    monkeypatch.setattr(large_pages, "_advise", lambda *arguments: tried.append(arguments) or -1)
+    monkeypatch.setattr(large_pages, "advise", lambda *arguments: tried.append(arguments))
     monkeypatch.setattr(large_pages, "_MOST_THREADS", 1)
     size_bytes = 65 * LARGE_BYTES
     os.ftruncate(file, size_bytes)
