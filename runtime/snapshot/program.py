@@ -13,8 +13,8 @@ from checkflow.core.errors import PlanError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
 
-#: What the link takes within this time is released at once: on a GPU, an anchor that releases takes up to 90 us of the host.
-#: Ten milliseconds are short beside an iteration with so much state.
+#: What the link takes within this time is released at once. On a GPU, an anchor that releases takes up to 90 us of the
+#: host. Ten milliseconds are short beside an iteration with so much state.
 RELEASE_SECONDS = 10e-3
 
 
