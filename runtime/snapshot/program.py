@@ -14,7 +14,7 @@ from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
 
 #: What the link takes within this time is released at once. On a GPU, an anchor that releases takes up to 90 us of the
-#: host. Ten milliseconds are short beside an iteration with so much state.
+#: host. Ten milliseconds are short beside an iteration whose state takes the link longer.
 RELEASE_SECONDS = 10e-3
 
 
