@@ -586,6 +586,21 @@ def test_auto_follows_a_job_that_becomes_another_one(tmp_path: Path, change: Cal
     )
 
 
+def test_auto_sees_another_job_where_no_boundary_is_captured(tmp_path: Path, caplog: Any) -> None:
+    """A plain loop, whose forward passes show where iterations end, and hardly a checkpoint."""
+    job, told = changing(unfreeze), []
+    with caplog.at_level(logging.INFO, "checkflow"), open_job(job, tmp_path, every=1000, plan="auto") as checkpointer:
+        for n in range(20):
+            if n == 10:
+                assert checkpointer.report()["planning"]["stage"] == "planned"
+                unfreeze(job)
+            job.iterate()
+            told.append("the job differs from the one that its plan was made for" in caplog.text)
+    assert told.index(True) == 12  # planning reads the look of the boundary before, which has the new moments
+    report = checkpointer.report()
+    assert (report["plan"]["source"], report["planning"]["stage"], Beside.recordings) == ("recorded", "planned", 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_without_auto_a_job_keeps_its_plan_and_is_told_once(

@@ -1,11 +1,11 @@
 """A job of several ranks under torchrun: DDP, FSDP2, HSDP or tensor parallel. Its digest at the end is of all state.
 
 ``ranks_job.py DIRECTORY KIND EPOCHS [OPTION=VALUE ...]`` appends JSON lines to ``log-<rank>`` in the working directory.
-Options: loop=steps (without a loader; loop=marked: by step()), evaluate=1 (after each step), every ("auto" for none),
-rank1_every (one rank's), pause (seconds an iteration), grace_seconds, surgery=1 (load other weights after the last
-step), planned=1 (wait for this rank's plan after iteration 8), storage=hangs:3 or fails:3 (for steps after 3, until
-torchrun restarts it), dies=1:5 (rank 1, as soon as memory has step 5; likewise), losses=3,1,2
-(the metric "loss" after each epoch, of which the best state is kept).
+Options: loop=steps (without a loader; loop=marked: by step(); loop=plain: says nothing), evaluate=1 (after each step),
+every ("auto" for none), rank1_every (one rank's), pause (seconds an iteration), grace_seconds, surgery=1 (load other
+weights after the last step), planned=1 (wait for this rank's plan after iteration 8; planned=first: on rank 0 only),
+storage=hangs:3 or fails:3 (for steps after 3, until torchrun restarts it), dies=1:5 (rank 1, as soon as memory has
+step 5; likewise), losses=3,1,2 (the metric "loss" after each epoch, of which the best state is kept).
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def break_storage(how: str, last: int) -> None:
 
 
 def batches(
-    checkpointer: checkflow.Checkpointer, loader: Any, epochs: int, losses: list[float], *, marked: bool
+    checkpointer: checkflow.Checkpointer, loader: Any, epochs: int, losses: list[float], loop: str | None
 ) -> Iterator[Any]:
-    """With a loader by epochs, otherwise by steps. ``losses``: after each epoch, if there are some."""
+    """With a loader by epochs, otherwise as ``loop`` says. ``losses``: after each epoch, if there are some."""
     if loader is None:
-        for step in range(6 * epochs) if marked else checkpointer.steps(6 * epochs):
+        for step in checkpointer.steps(6 * epochs) if loop == "steps" else range(6 * epochs):
             yield tuple(torch.stack(one) for one in zip(*(Data()[(step + i) % 48] for i in range(4)), strict=True))
-            if marked:
+            if loop == "marked":
                 checkpointer.step()
         return
     for epoch in checkpointer.epochs(epochs):
@@ -169,8 +169,7 @@ def main() -> None:
     tell("begins", step=checkpointer.resumed_from)
     try:
         with checkpointer:
-            marked = options.get("loop") == "marked"
-            for batch, target in batches(checkpointer, loader, int(epochs), losses, marked=marked):
+            for batch, target in batches(checkpointer, loader, int(epochs), losses, options.get("loop")):
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(batch), target)
                 loss.backward()
@@ -185,7 +184,8 @@ def main() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 tell("stepped", step=checkpointer.iteration + 1, durable=checkpointer.durable_step)
                 time.sleep(float(options.get("pause", "0")))
-                if "planned" in options and checkpointer.iteration == 8:
+                waits = options.get("planned") == "1" or (rank == 0 and "planned" in options)
+                if waits and checkpointer.iteration == 8:
                     plans = Path(directory) / "plans" / f"{rank:05d}-of-{dist.get_world_size():05d}"
                     wait_for(lambda: list(plans.glob("*.json")))  # noqa: B023
                     time.sleep(1)  # until the process that has made it says so
