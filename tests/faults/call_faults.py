@@ -11,7 +11,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,21 +32,23 @@ Found = tuple[int, int] | None  # step, seed
 class Scenario:
     """What lies in a directory, what is then done, and what must be found after.
 
-    ``done`` is what is found if all went well. Otherwise it may be anything of ``before``, or ``done`` itself.
+    ``act`` stops after each commit, and ``done`` is what each leaves. After a fault it may be what the last one left,
+    or any later one; and if there was none, anything of ``before``.
     """
 
     prepare: Callable[[Path], None]
-    act: Callable[[Path], None]
-    done: Found
+    act: Callable[[Path], Iterator[None]]
+    done: tuple[Found, ...]
     before: tuple[Found, ...]
     least_calls: int
     least_complete: int = 2
 
 
-def _commit_step(step: int) -> Callable[[Path], None]:
-    def act(directory: Path) -> None:
+def _commit_step(step: int) -> Callable[[Path], Iterator[None]]:
+    def act(directory: Path) -> Iterator[None]:
         with new_store(directory) as store:
             commit(store, step, 7)
+            yield
 
     return act
 
@@ -58,14 +60,17 @@ def _four(directory: Path) -> None:
             commit(store, step, step, epoch_end=step == 1)
 
 
-def _retire(directory: Path) -> None:
-    """Step 5 comes, 2 and 3 go; 1 ends an epoch."""
+def _retire(directory: Path) -> Iterator[None]:
+    """Step 5 comes, 2 and 3 go, and 6 overwrites what 3 left; 1 ends an epoch."""
     with new_store(directory) as store:
         checkpoint = recover(store)
         assert checkpoint is not None
         checkpoint.close()
         store.went_on_from(checkpoint.step)
-        commit(store, 5, 7)
+        commit(store, 5, 6)
+        yield
+        commit(store, 6, 7)
+        yield
 
 
 def _leftovers(directory: Path) -> None:
@@ -76,12 +81,13 @@ def _leftovers(directory: Path) -> None:
     (directory / "step-00000002").rename(directory / ".replaced-step-00000002")
 
 
-def _start(directory: Path) -> None:
+def _start(directory: Path) -> Iterator[None]:
     with new_store(directory) as store:
         checkpoint = recover(store)
         assert checkpoint is not None
         checkpoint.close()
         commit(store, 3, 7)
+        yield
 
 
 def _abandoned(directory: Path) -> None:
@@ -90,19 +96,20 @@ def _abandoned(directory: Path) -> None:
         commit(store, 3, 3)
 
 
-def _rewind(directory: Path) -> None:
+def _rewind(directory: Path) -> Iterator[None]:
     """The job is told to go on from step 1, and does."""
     with new_store(directory) as store:
         store.rewind(1)
         commit(store, 2, 7)
+        yield
 
 
 SCENARIOS = {
-    "a new step": Scenario(prepare, _commit_step(3), (3, 7), ((2, 2),), 40),
-    "the same step again": Scenario(prepare, _commit_step(2), (2, 7), ((2, 2),), 40),
-    "retention": Scenario(_four, _retire, (5, 7), ((4, 4),), 80),
-    "a start among leftovers": Scenario(_leftovers, _start, (3, 7), ((2, 2),), 60),
-    "a rewind": Scenario(_abandoned, _rewind, (2, 7), ((3, 3), (2, 2), (1, 1)), 50, least_complete=1),
+    "a new step": Scenario(prepare, _commit_step(3), ((3, 7),), ((2, 2),), 40),
+    "the same step again": Scenario(prepare, _commit_step(2), ((2, 7),), ((2, 2),), 40),
+    "retention": Scenario(_four, _retire, ((5, 6), (6, 7)), ((4, 4),), 150),
+    "a start among leftovers": Scenario(_leftovers, _start, ((3, 7),), ((2, 2),), 60),
+    "a rewind": Scenario(_abandoned, _rewind, ((2, 7),), ((3, 3), (2, 2), (1, 1)), 50, least_complete=1),
 }
 
 
@@ -113,13 +120,13 @@ def try_every_call(scenario: Scenario, directory: Path, error: int | None, *, af
         at += 1
         scenario.prepare(directory)
         faults = Faults(at, error, after=after, sticky=sticky)
-        acknowledged = False
+        acknowledged = 0
         with contextlib.suppress(Killed, StorageError), faults():
-            scenario.act(directory)
-            acknowledged = True
+            for _ in scenario.act(directory):
+                acknowledged += 1
         _check(scenario, directory, acknowledged, f"call {at}")
         if not faults.met:
-            assert acknowledged
+            assert acknowledged == len(scenario.done)
             assert at > scenario.least_calls, at
             return at - 1
 
@@ -143,12 +150,12 @@ def try_every_short_write(scenario: Scenario, directory: Path) -> int:
             failing = True
             return real(fd, data[: len(data) // 2 or 1], offset)
 
-        acknowledged = False
+        acknowledged = 0
         fs.pwrite = pwrite
         try:
             with contextlib.suppress(StorageError):
-                scenario.act(directory)
-                acknowledged = True
+                for _ in scenario.act(directory):
+                    acknowledged += 1
         finally:
             fs.pwrite = real
         _check(scenario, directory, acknowledged, f"write {at}")
@@ -157,14 +164,14 @@ def try_every_short_write(scenario: Scenario, directory: Path) -> int:
             return at - 1
 
 
-def _check(scenario: Scenario, directory: Path, acknowledged: bool, where: str) -> None:
-    """L1 to L3 and L5."""
+def _check(scenario: Scenario, directory: Path, acknowledged: int, where: str) -> None:
+    """L1 to L3 and L5. ``acknowledged``: how many commits."""
     new_store(directory, "look").close()  # which settles what was half done
     assert len(steps(directory)) >= scenario.least_complete, f"{where}: {steps(directory)} are left"
     for path in directory.glob(".superseded-*"):  # of a rewind: left for people
         shutil.rmtree(path)
     found = newest(directory)
-    allowed = (scenario.done,) if acknowledged else (scenario.done, *scenario.before)
+    allowed = scenario.done[acknowledged - 1 :] if acknowledged else (*scenario.done, *scenario.before)
     assert found in allowed, f"{where}: {found} instead of {allowed}"
     with new_store(directory, "next") as store:
         commit(store, 9, 8)

@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from checkflow.runtime.store.discovery import find
+from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.store import Store
 from tests.support.store_tools import fill, read_all, recover, small_layout
 
@@ -56,6 +58,9 @@ def check(directory: Path, noted: set[tuple[int, int]], acknowledged: tuple[int,
         with checkpoint:
             if broken:
                 return f"left behind: {broken}"
+            for path in find(directory):
+                with open_checkpoint(path) as one:
+                    one.verify()
             state = (checkpoint.info["run"], checkpoint.step)
             if acknowledged and state[1] < acknowledged[1]:
                 return f"step {acknowledged[1]} was acknowledged, step {state[1]} is the newest"

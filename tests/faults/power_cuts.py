@@ -34,7 +34,7 @@ from tests.support.store_tools import fill, recover, small_layout
 # Calls that change what is on the disk. After any other one a cut leaves what it leaves after the one before.
 CHANGES = (
     "make_folders", "mkdir", "open_new", "open_lock", "truncate", "set_direct", "pwrite", "pwritev", "fsync", "rename",
-    "unlink", "rmdir",
+    "move", "unlink", "rmdir",
 )  # fmt: skip
 HANG_SECONDS = 300.0  # which no machine needs, however busy
 KEEP = 2
