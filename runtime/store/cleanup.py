@@ -71,8 +71,10 @@ def settle(
         remove_quietly(root, name, warn, waits)
 
 
-def remove_quietly(root: int, name: str, warn: Warn, waits: Waits) -> None:
-    """Remove what no restore needs. A failure only costs disk space until the next commit."""
+def remove_quietly(root: int, name: str, warn: Warn, waits: Waits, spare: Collection[str] = ()) -> None:
+    """Remove what no restore needs, but for files named in ``spare``. A failure only costs disk space until the next
+    commit.
+    """
     try:
         if not fs.exists(name, dir_fd=root):
             return
@@ -81,7 +83,7 @@ def remove_quietly(root: int, name: str, warn: Warn, waits: Waits) -> None:
         trash = name if name.startswith(_TRASH) else to_trash(root, name)
         with claimed(trash, MANIFEST, dir_fd=root) as unread:
             if unread or not waits(trash):  # else the next commit tries again
-                remove(trash, dir_fd=root)
+                remove(trash, dir_fd=root, spare=spare)
     except OSError as error:
         warn(name, error)
 

@@ -244,7 +244,7 @@ class Store:
             final = step_name(step)
             try:
                 if not recycle:
-                    self._retired = None
+                    self._retired = None  # or _settle would spare it
                 self._settle()
                 if self._went_on_from is not None:  # first free what a dead run did not delete
                     self._retire(root, self._went_on_from, recycle)
@@ -413,13 +413,8 @@ class Store:
         cleanup.remove_quietly(root, name, self._warn_left, self._waits_for_reader)
 
     def _delete(self, root: int, retired: str, spare: Collection[str] = ()) -> None:
-        """Delete what was retired, but for ``spare``. Readers were waited for then."""
-        try:
-            cleanup.remove(retired, dir_fd=root, spare=spare)
-        except FileNotFoundError:
-            pass  # somebody else did
-        except OSError as error:
-            self._warn_left(retired, error)
+        """Delete what was retired, but for ``spare``. Its readers were waited for before."""
+        cleanup.remove_quietly(root, retired, self._warn_left, lambda _: False, spare)
 
     def _settle(self) -> None:
         cleanup.settle(

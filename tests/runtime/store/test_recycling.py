@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from checkflow.runtime.format.layout import Layout, make_layout
+from checkflow.runtime.store.cleanup import RECYCLING
 from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.system import fs
@@ -30,9 +31,9 @@ FIRST = NAMES[0]
 
 
 @pytest.fixture(params=["tmpfs", "a disk"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def directory(request: pytest.FixtureRequest) -> Iterator[Path]:
     where = "/dev/shm" if request.param == "tmpfs" else "/var/tmp"
-    if fs.file_system(where)[0] not in ("ext4", "xfs", "tmpfs"):
+    if fs.file_system(where)[0] not in RECYCLING:
         pytest.skip(f"{where} is on {fs.file_system(where)[0]}")
     with tempfile.TemporaryDirectory(dir=where, prefix="checkflow-test-") as folder:
         yield Path(folder) / "checkpoints"
