@@ -167,8 +167,9 @@ def _sign(fd: int, path: Path) -> None:
     """Write the holder into the lock file. A full disk is no reason to refuse: only the label is missing."""
     record = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
     try:
-        fs.truncate(fd)
         fs.write_all(fd, memoryview(record), 0)
+        if os.fstat(fd).st_size != len(record):  # ext4 may take 50 ms to make a file empty that was just written
+            fs.truncate(fd, len(record))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"cannot write the checkpoint directory: {path}: {error.strerror}") from error

@@ -295,7 +295,10 @@ def test_impossible_arguments_are_refused(directory: Path, bad: int) -> None:
 
 
 def test_a_second_writer_is_told_who_is_first(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / ".lock").write_text("a longer text" * 100)
     with new_store(directory) as store:
+        assert json.loads((directory / ".lock").read_text())["pid"] == os.getpid()
         with pytest.raises(LockedError, match=f"process {os.getpid()} on host"):
             new_store(directory, "other")
         commit(store, 1, 1)
