@@ -131,6 +131,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def clean_key(key: str) -> str:
     """Return a qualified name without the "_orig_mod" that torch.compile adds for inner modules."""
+    if "_orig_mod" not in key:  # nearly all
+        return key
     return ".".join(part for part in key.split(".") if part != "_orig_mod")
 
 
@@ -278,7 +280,10 @@ def optimizer_parameters(
     models: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, parameter) of everything an optimizer updates; parameters of no model are "group<g>.param<i>"."""
-    names = parameter_names(models)
+    return _named(parameter_names(models), optimizer)
+
+
+def _named(names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             yield names.get(id(parameter), f"group{g}.param{i}"), parameter
@@ -286,7 +291,7 @@ def optimizer_parameters(
 
 def _optimizer_tensors(owner: str, models: Mapping[str, nn.Module], optimizer: Any) -> Iterator[StateTensor]:
     known = parameter_names(models)
-    for name, parameter in optimizer_parameters(models, optimizer):
+    for name, parameter in _named(known, optimizer):
         if id(parameter) not in known:
             yield StateTensor(f"{owner}/{name}", "parameter", parameter)
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -326,8 +326,9 @@ def restore_extra(
     extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
 ) -> None:
     """Restore what :func:`capture_extra` returned and :func:`refuse_extra_mismatch` accepted."""
-    for name, module in modules_with_extra_state(models):
-        module.set_extra_state(extra["modules"][name])
+    if extra["modules"]:
+        for name, module in modules_with_extra_state(models):
+            module.set_extra_state(extra["modules"][name])
     for name, optimizer in optimizers.items():
         _restore_optimizer(models, optimizer, extra["optimizers"][name])
     for name, value in objects.items():
@@ -376,7 +377,6 @@ def _put_back(saved: Any, apart: Iterable[int], device: torch.device) -> Any:
 
 
 def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    parameters = dict(optimizer_parameters(models, optimizer))
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in values.items():
             if key == "params":
@@ -386,9 +386,11 @@ def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: 
             else:
                 group[key] = value
     device = training_device(models)
-    for name, values in _put_back(saved["values"], saved.get("values_apart", ()), device).items():
-        if values:
-            optimizer.state[parameters[name]].update(values)
+    if saved["values"]:
+        parameters = dict(optimizer_parameters(models, optimizer))
+        for name, values in _put_back(saved["values"], saved.get("values_apart", ()), device).items():
+            if values:
+                optimizer.state[parameters[name]].update(values)
     optimizer.state.update(_put_back(saved["others"], saved.get("others_apart", ()), device))
 
 

@@ -246,7 +246,9 @@ def restore(
         refuse_extra_mismatch(extra["job"], models, optimizers, objects)
     place(extra)
     begin()
-    if makers := _makers(named, live, models, optimizers):
+    # Once: an optimizer that has not stepped yet lacks state for every parameter.
+    parameters = {owner: dict(optimizer_parameters(models, optimizer)) for owner, optimizer in optimizers.items()}
+    if makers := _makers(named, live, parameters):
         for owner in makers:
             make_state_by_stepping(optimizers[owner])
         state, live, boxes = _look(models, optimizers, view)
@@ -254,8 +256,6 @@ def restore(
     drop_state({name for name in (*live, *dict(state.ties)) if name not in sources}, models, optimizers)
     live = {name: tensor for name, tensor in live.items() if name in sources}
     ties = {further: name for further, name in state.ties if name in live}
-    # Once: an optimizer that has not stepped yet lacks state for every parameter.
-    parameters = {owner: dict(optimizer_parameters(models, optimizer)) for owner, optimizer in optimizers.items()}
     for name, source in named.items():
         owner = name.partition("/")[0]
         if name not in live and name not in ties:
@@ -372,14 +372,12 @@ def _look(
 def _makers(
     named: Collection[str],
     live: Mapping[str, torch.Tensor],
-    models: Mapping[str, nn.Module],
-    optimizers: Mapping[str, torch.optim.Optimizer],
+    parameters: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> list[str]:
     """The optimizers whose missing state only they can make: part of a tensor subclass, not a plain tensor."""
     makers = []
     missing = [name.partition("/") for name in set(named) - live.keys()]
-    for owner, optimizer in optimizers.items():
-        paths = {path for path, _ in optimizer_parameters(models, optimizer)}
+    for owner, paths in parameters.items():
         odd = [key for of, _, key in missing if of == owner and key.rpartition(".")[0] not in paths]
         if any(key.startswith(f"{path}.") for key in odd for path in paths):
             makers.append(owner)
