@@ -102,7 +102,7 @@ class TensorRecord:
         """Whether the file's bytes differ from memory's, in order or in sign."""
         if not self.size_bytes:
             return False
-        if self.permutation is None:  # nearly all are row-major, and each commit asks each
+        if self.permutation is None:
             return self.conjugated or self.negated
         order = [d for d in self.permutation if self.shape[d] != 1]
         return order != sorted(order) or self.conjugated or self.negated
@@ -128,6 +128,7 @@ class FileLayout:
     staging_offset: int
     size_bytes: int  # of the whole file
     tensors: tuple[Placed, ...] = field(repr=False, default=())  # in file order
+    turned: tuple[Placed, ...] = field(repr=False, default=())  # of these, those whose bytes differ in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,8 @@ def _place(name: str, ordered: Sequence[tuple[str, TensorRecord]], begin: int) -
         Placed(record, name, key, begin + padded + offset, padded + offset)
         for (key, record), offset in zip(ordered, offsets, strict=True)
     )
-    return FileLayout(name, header, begin, padded + end, placed)
+    turned = tuple(one for one in placed if one.record.turned)
+    return FileLayout(name, header, begin, padded + end, placed, turned)
 
 
 def _metadata(ordered: Sequence[tuple[str, TensorRecord]]) -> dict[str, str]:
@@ -234,11 +236,10 @@ def file_image(file: FileLayout, staging: memoryview, limit_bytes: int) -> Itera
     yield memoryview(file.header)
     shift = file.staging_offset
     done = len(file.header)
-    for placed in file.tensors:
-        if placed.record.turned:
-            yield staging[shift + done : placed.staging_offset]
-            yield from _turn(placed, staging, limit_bytes)
-            done = placed.file_offset + placed.record.size_bytes
+    for placed in file.turned:
+        yield staging[shift + done : placed.staging_offset]
+        yield from _turn(placed, staging, limit_bytes)
+        done = placed.file_offset + placed.record.size_bytes
     yield staging[shift + done : shift + file.size_bytes]
 
 

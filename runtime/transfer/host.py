@@ -31,8 +31,9 @@ logger = logging.getLogger("checkflow")
 # If all chunks are smaller, the training thread copies them itself: waking another thread costs more.
 SMALL_BYTES = 32 * 1024
 # As soon as the thread has taken so much from the queue, it copies that. Each time costs training the GIL once, and a
-# deadline may wait for one such batch that is not its own.
-TAKEN_BYTES = 1024 * 1024
+# deadline may wait for one such batch that is not its own: half a millisecond.
+TAKEN_BYTES = 4 * 1024 * 1024
+LARGE_BYTES = 1024 * 1024  # of one copy: the cost per copy vanishes
 # ctypes.memmove that keeps the GIL.
 _MEMMOVE_ADDRESS = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
 assert _MEMMOVE_ADDRESS is not None
@@ -281,11 +282,13 @@ class HostCopyEngine:
             transfer = self._transfers[chunk]
             snapshot = self._snapshots.get(chunk)
             source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
+            if transfer.length_bytes < LARGE_BYTES:
+                move(transfer.target, source, transfer.length_bytes)
+                continue
             before = time.perf_counter()
             move(transfer.target, source, transfer.length_bytes)
-            if transfer.length_bytes >= TAKEN_BYTES:
-                large_bytes += transfer.length_bytes
-                large_seconds += time.perf_counter() - before
+            large_bytes += transfer.length_bytes
+            large_seconds += time.perf_counter() - before
         seconds = time.perf_counter() - begun
         with self._mutex:
             self._copied.append(("offload", chunks, begun, seconds))

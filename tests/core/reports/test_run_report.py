@@ -396,7 +396,7 @@ def test_the_rate_of_large_copies_stands_apart(tmp_path: Path, monkeypatch: pyte
     assert small["offload_bytes_per_second"] > 0
     assert small["large_offload_bytes_per_second"] is None
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
-    monkeypatch.setattr(host, "TAKEN_BYTES", 1)  # every copy is a large one
+    monkeypatch.setattr(host, "LARGE_BYTES", 1)  # every copy is a large one
     large = train(tmp_path / "large", 2).report()["bandwidths"]
     assert large["large_offload_bytes_per_second"] >= large["offload_bytes_per_second"]  # without what is around each
 
