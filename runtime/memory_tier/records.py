@@ -23,6 +23,7 @@ from checkflow.runtime.format.layout import Layout, TensorRecord
 from checkflow.runtime.format.manifest import MAX_STEP
 from checkflow.runtime.store.parts import Source
 from checkflow.runtime.system import fs
+from checkflow.runtime.system.aligned_memory import advise, map_address
 
 if TYPE_CHECKING:
     from checkflow.runtime.format.digest import Digest, Digests
@@ -217,12 +218,13 @@ def dump_layout(layout: Layout, sources: Mapping[str, Source]) -> bytes:
     return LAYOUTS.dump_json(tensors)
 
 
-def give_pages_back(memory: mmap.mmap) -> None:
+def give_pages_back(memory: mmap.mmap | memoryview) -> None:
     """Free pages at once: forked children that map the file would keep them as long as they live."""
     if hasattr(mmap, "MADV_REMOVE"):
-        with contextlib.suppress(OSError, ValueError):
-            for begin in range(0, len(memory), PIECE_BYTES):
-                memory.madvise(mmap.MADV_REMOVE, begin, min(PIECE_BYTES, len(memory) - begin))
+        for begin in range(0, len(memory), PIECE_BYTES):
+            size_bytes = min(PIECE_BYTES, len(memory) - begin)
+            if not advise(map_address(memory) + begin, size_bytes, mmap.MADV_REMOVE):
+                break
 
 
 def remove(path: Path) -> None:

@@ -60,7 +60,7 @@ class StagingBuffer:
     """One buffer: page-aligned memory at ``address``, also as ``view``."""
 
     index: int
-    memory: mmap.mmap | ctypes.Array[ctypes.c_char]
+    memory: mmap.mmap | memoryview | ctypes.Array[ctypes.c_char]
     address: int
 
     @property
@@ -118,6 +118,7 @@ class StagingBuffers:
         """Make all buffers, in shared memory if they should outlive the process and there is room."""
         node = None if self._locking is None else self._locking.numa_node
         shared = None if self._tier is None else self._tier.allocate(self._count, size_bytes, node)
+        memories: Sequence[mmap.mmap | memoryview]
         memories = shared or [_private(size_bytes, node) for _ in range(self._count)]
         self._all = [StagingBuffer(index, memory, map_address(memory)) for index, memory in enumerate(memories)]
         if shared is not None:

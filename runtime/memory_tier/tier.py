@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import mmap
 import os
 import secrets
 import threading
@@ -86,11 +85,11 @@ class MemoryTier:
         self._lock: int | None = None
         self._warned = False  # that memory ends with the process was logged
         self._mutex = threading.RLock()  # guards records: several threads make and remove them
-        self._memories: list[mmap.mmap] = []
+        self._memories: list[memoryview] = []
         self._layouts: dict[int, tuple[Layout, str]] = {}  # by id(): layout, and digest of its file
         self._kept: dict[int, _Kept] = {}  # by buffer
 
-    def allocate(self, count: int, size_bytes: int, node: int | None) -> list[mmap.mmap] | None:
+    def allocate(self, count: int, size_bytes: int, node: int | None) -> list[memoryview] | None:
         """Allocate buffers with all their pages, on a NUMA node if that matters; None: no room in shared memory."""
         if os.getpid() != self._pid:  # a forked child: the mark is its parent's
             return None
@@ -270,11 +269,11 @@ class MemoryTier:
         self._lock = fs.open_claimed(OWNER, dir_fd=self._folder)
         fs.flock(self._lock)
 
-    def _map(self, index: int, size_bytes: int, node: int | None) -> mmap.mmap:
+    def _map(self, index: int, size_bytes: int, node: int | None) -> memoryview:
         fd = os.open(f"buffer-{index}", os.O_RDWR | _NEW, 0o600, dir_fd=self._open_folder)
         try:
             os.ftruncate(fd, size_bytes)
-            memory = mmap.mmap(fd, size_bytes)
+            memory = large_pages.map_file(fd, size_bytes)
             if node is not None:  # before pages are allocated
                 numa.prefer_node(map_address(memory), size_bytes, node)
             large_pages.allocate(fd, size_bytes)

@@ -48,7 +48,7 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
-def map_address(memory: mmap.mmap) -> int:
+def map_address(memory: mmap.mmap | memoryview) -> int:
     """The address of mapped memory. Hold a view of the map for as long as the address is used."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 

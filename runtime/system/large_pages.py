@@ -6,6 +6,7 @@ Only a hint: if the kernel refuses, pages stay small. It does before Linux 6.1, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -24,6 +25,7 @@ _PIECE_BYTES = 32 * LARGE_BYTES  # allocated by one call, which a signal has to 
 _MOST_THREADS = 8  # that clear memory; enough for its bandwidth
 _TRIES = 2  # a small page may just be on its way to a list of the kernel's
 _MADV_COLLAPSE = 25
+_RESERVED = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0) | 0x4000  # MAP_NORESERVE
 
 
 def allocate(file: int, size_bytes: int) -> None:
@@ -44,6 +46,23 @@ def allocate(file: int, size_bytes: int) -> None:
     with ThreadPoolExecutor(min(len(begins), _MOST_THREADS, os.cpu_count() or 1)) as pool:
         for _ in pool.map(piece, begins):
             pass
+
+
+def map_file(file: int, size_bytes: int) -> memoryview:
+    """Map the beginning of a file, shared: if possible at a multiple of the large page, since large pages elsewhere are
+    mapped as small ones.
+
+    Raises:
+        OSError: it cannot be mapped.
+        ValueError: it is smaller.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a limit on addresses
+            room = mmap.mmap(-1, size_bytes + LARGE_BYTES, flags=_RESERVED)
+            begin = -map_address(room) % LARGE_BYTES
+            if map_at(map_address(room) + begin, size_bytes, flags=mmap.MAP_SHARED, file=file):
+                return memoryview(room)[begin : begin + size_bytes]
+    return memoryview(mmap.mmap(file, size_bytes))
 
 
 def _allocate_piece(file: int, whole_bytes: int, refused: threading.Event, begin: int) -> None:
