@@ -33,7 +33,7 @@ class Case:
 CASES = {
     "0.01": Case(1, 4, 192, 1024, 16, 20),
     "0.1": Case(8, 4, 256, 4096, 256, 100),
-    "0.15": Case(13, 4, 256, 4096, 116, 100),  # 165 ms on an EPYC; many small operators, so Python's lock costs the most
+    "0.15": Case(13, 4, 256, 4096, 116, 100),  # 165 ms on an EPYC; many small operators: Python's lock costs the most
     "1": Case(8, 12, 768, 16384, 64, 20),
     "4": Case(24, 16, 1024, 16384, 64, 10),
 }

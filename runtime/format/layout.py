@@ -127,8 +127,8 @@ class FileLayout:
     header: bytes
     staging_offset: int
     size_bytes: int  # of the whole file
-    tensors: tuple[Placed, ...] = field(repr=False, default=())  # in file order
-    turned: tuple[Placed, ...] = field(repr=False, default=())  # of these, those whose bytes differ in the file
+    tensors: tuple[Placed, ...] = field(repr=False)  # in file order
+    turned: tuple[Placed, ...] = field(repr=False)  # of these, those whose bytes differ in the file
 
 
 @dataclass(frozen=True, slots=True)

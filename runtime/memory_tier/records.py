@@ -221,9 +221,9 @@ def dump_layout(layout: Layout, sources: Mapping[str, Source]) -> bytes:
 def give_pages_back(memory: mmap.mmap | memoryview) -> None:
     """Free pages at once: forked children that map the file would keep them as long as they live."""
     if hasattr(mmap, "MADV_REMOVE"):
+        address = map_address(memory)
         for begin in range(0, len(memory), PIECE_BYTES):
-            size_bytes = min(PIECE_BYTES, len(memory) - begin)
-            if not advise(map_address(memory) + begin, size_bytes, mmap.MADV_REMOVE):
+            if not advise(address + begin, min(PIECE_BYTES, len(memory) - begin), mmap.MADV_REMOVE):
                 break
 
 

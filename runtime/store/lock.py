@@ -173,6 +173,8 @@ def _sign(fd: int, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(f"cannot write the checkpoint directory: {path}: {error.strerror}") from error
+        with contextlib.suppress(OSError):
+            fs.truncate(fd)  # or it would name the holder before
 
 
 def _holder(fd: int) -> str:

@@ -6,7 +6,6 @@ Only a hint: if the kernel refuses, pages stay small. It does before Linux 6.1, 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import logging
@@ -25,7 +24,7 @@ _PIECE_BYTES = 32 * LARGE_BYTES  # allocated by one call, which a signal has to 
 _MOST_THREADS = 8  # that clear memory; enough for its bandwidth
 _TRIES = 2  # a small page may just be on its way to a list of the kernel's
 _MADV_COLLAPSE = 25
-_RESERVED = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0) | 0x4000  # MAP_NORESERVE
+_MAP_NORESERVE = 0x4000  # Python lacks the name
 
 
 def allocate(file: int, size_bytes: int) -> None:
@@ -52,17 +51,24 @@ def map_file(file: int, size_bytes: int) -> memoryview:
     """Map the beginning of a file, shared: if possible at a multiple of the large page, since large pages elsewhere are
     mapped as small ones.
 
+    Args:
+        file: a descriptor of a file of at least this size.
+
     Raises:
         OSError: it cannot be mapped.
-        ValueError: it is smaller.
     """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a limit on addresses
-            room = mmap.mmap(-1, size_bytes + LARGE_BYTES, flags=_RESERVED)
-            begin = -map_address(room) % LARGE_BYTES
-            if map_at(map_address(room) + begin, size_bytes, flags=mmap.MAP_SHARED, file=file):
-                return memoryview(room)[begin : begin + size_bytes]
-    return memoryview(mmap.mmap(file, size_bytes))
+    if sys.platform != "linux":
+        return memoryview(mmap.mmap(file, size_bytes))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        room = mmap.mmap(-1, size_bytes + LARGE_BYTES, flags=flags)
+    except OSError:  # a limit on addresses
+        return memoryview(mmap.mmap(file, size_bytes))
+    # It owns the addresses and frees them with the last view; the file takes its middle.
+    begin = -map_address(room) % LARGE_BYTES
+    if not map_at(map_address(room) + begin, size_bytes, flags=mmap.MAP_SHARED, file=file):
+        raise OSError(ctypes.get_errno(), "the file cannot be mapped")
+    return memoryview(room)[begin : begin + size_bytes]
 
 
 def _allocate_piece(file: int, whole_bytes: int, refused: threading.Event, begin: int) -> None:

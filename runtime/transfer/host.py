@@ -31,8 +31,8 @@ logger = logging.getLogger("checkflow")
 # If all chunks are smaller, the training thread copies them itself: waking another thread costs more.
 SMALL_BYTES = 32 * 1024
 # As soon as the thread has taken so much from the queue, it copies that. Each time costs training the GIL once, and a
-# deadline may wait for one such batch that is not its own: half a millisecond.
-TAKEN_BYTES = 4 * 1024 * 1024
+# deadline may wait for one such batch that is not its own: for half a millisecond, and for one chunk.
+TAKEN_BYTES, TAKEN_CHUNKS = 4 * 1024 * 1024, 64
 LARGE_BYTES = 1024 * 1024  # of one copy: the cost per copy vanishes
 # ctypes.memmove that keeps the GIL.
 _MEMMOVE_ADDRESS = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
@@ -267,7 +267,7 @@ class HostCopyEngine:
         """The thread's next chunks; those that the training thread took are skipped."""
         taken: list[int] = []
         size_bytes = 0
-        while self._queue and size_bytes < TAKEN_BYTES:
+        while self._queue and size_bytes < TAKEN_BYTES and len(taken) < TAKEN_CHUNKS:
             chunk = self._queue.popleft()
             if self._status[chunk] == _QUEUED:
                 self._status[chunk] = _RUNNING

@@ -24,6 +24,8 @@ from checkflow.runtime.memory_tier.staging import StagingBuffer, StagingBuffers
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.system import fs
+from checkflow.runtime.system.aligned_memory import map_address
+from checkflow.runtime.system.large_pages import LARGE_BYTES
 from tests.support.dead_jobs import folder_of, folders_below, give_back, kept_in, needs_memory
 from tests.support.store_tools import record
 
@@ -385,6 +387,7 @@ def test_larger_state_gets_larger_buffers_and_leaves_no_old_ones(tmp_path: Path)
     assert first is not None
     assert second is not None
     assert [len(memory) for memory in second] == [8193] * 3
+    assert not any(map_address(memory) % LARGE_BYTES for memory in second)
     assert not one.exists()
     assert sorted(path.stat().st_size for path in two.glob("buffer-*")) == [8193] * 3
     tier.close()

@@ -305,6 +305,14 @@ def test_a_second_writer_is_told_who_is_first(directory: Path) -> None:
     new_store(directory, "other").close()
 
 
+def test_on_a_full_disk_nobody_is_taken_for_the_holder(directory: Path) -> None:
+    new_store(directory).close()
+    with Faults(1, errno.ENOSPC, sticky=True, only=("pwrite",))():
+        store = new_store(directory)
+    with store:
+        assert (directory / ".lock").read_bytes() == b""
+
+
 def test_a_writer_waits_for_the_end_of_another(directory: Path) -> None:
     store = new_store(directory)
     timer = threading.Timer(0.2, store.close)
