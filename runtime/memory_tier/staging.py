@@ -25,12 +25,12 @@ from checkflow.core.units import format_size
 from checkflow.runtime.memory_tier.records import PIECE_BYTES
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.system import numa
-from checkflow.runtime.system.aligned_memory import MADV_WIPEONFORK, advise, map_address, map_at
+from checkflow.runtime.system.aligned_memory import MADV_WIPEONFORK, MAP_NORESERVE, advise, map_address, map_at
 
 logger = logging.getLogger("checkflow")
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14, and flags of its mmap that Python does not name
-_MAP_NORESERVE, _PROT_NONE = 0x4000, 0
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_PROT_NONE = 0  # Python lacks the name
 _MOST_THREADS = 8  # that touch or lock memory; enough for its bandwidth
 _Item = TypeVar("_Item")
 
@@ -292,7 +292,7 @@ _apart: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()  # shared buffers of 
 
 def _part() -> None:
     """In a forked child, replace shared buffers by zeros: it may train on, and must not write where its parent does."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     for buffer in list(_apart):
         size_bytes = len(buffer.memory)
         if not map_at(buffer.address, size_bytes, flags=flags):

@@ -326,9 +326,8 @@ def restore_extra(
     extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
 ) -> None:
     """Restore what :func:`capture_extra` returned and :func:`refuse_extra_mismatch` accepted."""
-    if extra["modules"]:
-        for name, module in modules_with_extra_state(models):
-            module.set_extra_state(extra["modules"][name])
+    for name, module in modules_with_extra_state(models):
+        module.set_extra_state(extra["modules"][name])
     for name, optimizer in optimizers.items():
         _restore_optimizer(models, optimizer, extra["optimizers"][name])
     for name, value in objects.items():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 MADV_WIPEONFORK = 18  # Linux; Python lacks the name
-_MAP_FIXED = 0x10  # likewise
+MAP_NORESERVE, _MAP_FIXED = 0x4000, 0x10  # likewise
 _LEAST_COPY_BYTES = 1 << 20  # for less, releasing the GIL does not pay
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from checkflow.runtime.system.aligned_memory import advise, map_address, map_at
+from checkflow.runtime.system.aligned_memory import MAP_NORESERVE, advise, map_address, map_at
 
 logger = logging.getLogger("checkflow")
 
@@ -24,7 +24,6 @@ _PIECE_BYTES = 32 * LARGE_BYTES  # allocated by one call, which a signal has to 
 _MOST_THREADS = 8  # that clear memory; enough for its bandwidth
 _TRIES = 2  # a small page may just be on its way to a list of the kernel's
 _MADV_COLLAPSE = 25
-_MAP_NORESERVE = 0x4000  # Python lacks the name
 
 
 def allocate(file: int, size_bytes: int) -> None:
@@ -59,7 +58,7 @@ def map_file(file: int, size_bytes: int) -> memoryview:
     """
     if sys.platform != "linux":
         return memoryview(mmap.mmap(file, size_bytes))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
         room = mmap.mmap(-1, size_bytes + LARGE_BYTES, flags=flags)
     except OSError:  # a limit on addresses

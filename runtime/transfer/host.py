@@ -282,13 +282,11 @@ class HostCopyEngine:
             transfer = self._transfers[chunk]
             snapshot = self._snapshots.get(chunk)
             source = transfer.source if snapshot is None else ctypes.addressof(snapshot)
-            if transfer.length_bytes < LARGE_BYTES:
-                move(transfer.target, source, transfer.length_bytes)
-                continue
             before = time.perf_counter()
             move(transfer.target, source, transfer.length_bytes)
-            large_bytes += transfer.length_bytes
-            large_seconds += time.perf_counter() - before
+            if transfer.length_bytes >= LARGE_BYTES:
+                large_bytes += transfer.length_bytes
+                large_seconds += time.perf_counter() - before
         seconds = time.perf_counter() - begun
         with self._mutex:
             self._copied.append(("offload", chunks, begun, seconds))
