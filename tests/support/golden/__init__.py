@@ -1,0 +1,1 @@
+"""The jobs whose files lie in tests/data, and what wrote these."""
