@@ -12,7 +12,7 @@ import reprlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -36,6 +36,7 @@ from checkflow.runtime.store.trust import ANYONE
 
 logger = logging.getLogger("checkflow")
 
+CONSENTS = ("ranks", "loader", "length")  # what Checkpointer(accept=) may name
 MOST_HOST_BUFFERS = 1000  # each of the size of the state: more is a typing error
 
 
@@ -59,6 +60,8 @@ class Arguments:
     grace_seconds: float
     trust: str | None
     on_report: Callable[[dict[str, float]], object] | None = None
+    accept: frozenset[str] = frozenset()
+    fresh: frozenset[str] = frozenset()
 
 
 def check_arguments(
@@ -190,6 +193,25 @@ def read_trust(trust: object) -> str | None:
         with contextlib.suppress(KeyError, ValueError):  # unknown, or a NUL in it
             return grp.getgrnam(trust).gr_name
     raise ValueError(f'trust must be "anyone", the name of a group of this machine, or None, not {reprlib.repr(trust)}')
+
+
+def read_accept(accept: object) -> frozenset[str]:
+    """Which differences from the checkpoint the job accepts. Raises TypeError, ValueError."""
+    named = _names("accept", accept)
+    if odd := sorted(named - set(CONSENTS)):
+        raise ValueError(f"accept has {odd[0]!r}: it may have {', '.join(map(repr, CONSENTS))}")
+    return named
+
+
+def read_fresh(fresh: object) -> frozenset[str]:
+    """The names under ``state`` that may begin anew. Raises TypeError."""
+    return _names("fresh", fresh)
+
+
+def _names(argument: str, value: object) -> frozenset[str]:
+    if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(one, str) for one in value):
+        raise TypeError(f'{argument} must be a tuple of names, such as ("name",), not {reprlib.repr(value)}')
+    return frozenset(value)
 
 
 def _is_count(value: object, least: int) -> TypeGuard[int]:

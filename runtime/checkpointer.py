@@ -27,8 +27,10 @@ from checkflow.runtime import resources
 from checkflow.runtime.arguments import (
     Arguments,
     check_arguments,
+    read_accept,
     read_asked,
     read_batches,
+    read_fresh,
     read_grace,
     read_signals,
     read_size,
@@ -122,6 +124,11 @@ class Checkpointer:
             takes at most 2 % of the time, and once at the end. It runs on the thread that writes checkpoints (the last
             time on the one that closes), so training does not wait for it. A slow one delays checkpoints, also the last
             ones within ``grace_seconds``. What it raises is logged once. Of several ranks, rank 0 alone calls it.
+        accept: differences from the checkpoint that would otherwise end the start, by name. "ranks": another number of
+            ranks, although a loader deals the samples by itself, or ranks hold tensors of their own. "loader": a loader
+            that does not repeat the batches that it gave before. "length": data of another length, at an epoch's end.
+        fresh: names under ``state`` whose objects begin anew where the checkpoint has none of that name, or one of
+            another kind; a name that only the checkpoint has is dropped.
 
     Raises:
         PlanError, MismatchError: the plan is damaged, cannot be executed, or was made for another job.
@@ -159,6 +166,8 @@ class Checkpointer:
         audit: int = 100,
         trust: str | None = None,
         on_report: Callable[[dict[str, float]], object] | None = None,
+        accept: Collection[str] = (),
+        fresh: Collection[str] = (),
     ) -> None:
         check_arguments(
             model=model, optimizer=optimizer, loader=loader, directory=directory, plan=plan, state=state,
@@ -171,7 +180,7 @@ class Checkpointer:
             directory, rules, asked, PlanLimits(asked.overhead, read_size(extra_memory)), follow=plan == "auto",
             resume=resume, hyperparameters=hyperparameters, host_buffers=host_buffers, audit=audit,
             raising=on_error == "raise", signals=read_signals(signals), grace_seconds=read_grace(grace_seconds),
-            trust=read_trust(trust), on_report=on_report,
+            trust=read_trust(trust), on_report=on_report, accept=read_accept(accept), fresh=read_fresh(fresh),
         )  # fmt: skip
         show_lines()
         models = as_models(model)

@@ -56,6 +56,11 @@ BAD: list[Any] = [
     ({"optimizer": {"a": None}}, TypeError, "optimizer 'a' is a NoneType"),
     ({"optimizer": {"a": OPTIMIZER, "b": OPTIMIZER}}, ValueError, "optimizers 'a' and 'b' are one and the same"),
     ({"optimizer": {"ö": OPTIMIZER}}, ValueError, "optimizer 'ö': a name is 1 to 100"),
+    # consents
+    ({"accept": "ranks"}, TypeError, r'accept must be a tuple of names, such as \("name",\), not \'ranks\''),
+    ({"accept": (1,)}, TypeError, "accept must be a tuple of names"),
+    ({"accept": ("rank",)}, ValueError, "accept has 'rank': it may have 'ranks', 'loader', 'length'"),
+    ({"fresh": "scheduler"}, TypeError, "fresh must be a tuple of names"),
     # whose files
     *(
         ({"trust": bad}, ValueError, 'trust must be "anyone", the name of a group of this machine')
