@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from checkflow.core.errors import CheckflowError, UnsupportedError
+from checkflow.core.paths import refuse_url
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import PlanLimits
 from checkflow.core.state import as_models, as_optimizers, optimizer_parameters, unwrap
@@ -272,6 +273,7 @@ def _refuse_no_directory(directory: object) -> None:
         raise TypeError(f"directory must be a path of a directory for checkpoints, not {reprlib.repr(directory)}")
     if not text or "\0" in text:
         raise ValueError(f"directory must name a directory for checkpoints, and {text!r} names none")
+    refuse_url(text)
 
 
 def _refuse_no_plan(plan: object) -> None:
@@ -283,6 +285,8 @@ def _refuse_no_plan(plan: object) -> None:
         misspelt = plan != "auto" and plan.strip().lower() == "auto" and not Path(plan).exists()
         if not plan or "\0" in plan or misspelt:
             raise ValueError(f"{says}, not {plan!r}" + (': write plan="auto"' if misspelt else ""))
+    if isinstance(plan, str | os.PathLike):
+        refuse_url(plan)
 
 
 def _refuse_no_objects(state: object) -> None:

@@ -710,6 +710,7 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "wrapper": (with_wrapper, "optimizer optimizer is Around around SGD, whose state is in no checkpoint"),
     "wrapper, traced": (lambda _, __: trace(run_with_wrapper(), name="n"), "optimizer optimizer is Around around SGD"),
     "wrapper, run": (lambda _, __: measure_step(run_with_wrapper(), name="n"), "is Around around SGD"),
+    "a URL": (lambda _, __: load_weights(nn.Linear(2, 2), "s3://bucket/run"), "s3://bucket/run is a URL"),
     "meta": (open_with(nn.Linear(2, 2, device="meta")), "model/weight is on the meta device"),
     "hogwild": (
         open_with(nn.Linear(2, 2).share_memory()),

@@ -11,9 +11,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from checkflow.cli import checkpoints, demo, options, planning, probe, report, simulate, torture
 from checkflow.cli.console import (
@@ -35,6 +37,7 @@ from checkflow.cli.console import (
 from checkflow.cli.options import Formulation, GranularityName, PolicyName, SolverName
 from checkflow.cli.progress import working
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, InfeasibleError, StoppedError
+from checkflow.core.paths import refuse_url
 
 # What typer's argument parser raises; typer does not export the class.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
@@ -45,6 +48,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plan and prove checkpoints of every training iteration.",
 )
+
+
+class _Command(TyperCommand):
+    """Every command: a URL is refused before the command does anything, whichever argument or option has it."""
+
+    def invoke(self, context: Any) -> Any:
+        for name, given in context.params.items():
+            if name != "command":  # of torture: what another program gets is its own affair
+                for value in given if isinstance(given, list | tuple) else (given,):
+                    if isinstance(value, str | Path):
+                        refuse_url(value)
+        return super().invoke(context)
 
 
 def entry() -> None:
@@ -373,3 +388,5 @@ app.command()(checkpoints.export)
 app.command()(checkpoints.memory)
 app.command("import")(checkpoints.import_)
 app.command(context_settings={"allow_interspersed_args": False})(torture.torture)
+for _registered in app.registered_commands:
+    _registered.cls = _Command

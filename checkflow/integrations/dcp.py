@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from checkflow.core.boxes import Box, part_name
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
+from checkflow.core.paths import refuse_url
 from checkflow.core.state import dtype_name
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES, FileLayout, TensorRecord, make_layout
@@ -96,6 +97,7 @@ class Writer(StorageWriter):
         trust: str | None = None,
     ) -> None:
         Rules(keep_latest, keep_every=keep_every)
+        refuse_url(directory)
         self.directory = Path(directory).absolute()
         self.step = None if step is None else _checked(step)
         self._run_id = f"{OWNER}-{secrets.token_hex(4)}"
@@ -182,6 +184,7 @@ def _given(step: int | None) -> int:
 
 
 def _step_of(checkpoint_id: str | os.PathLike[str], directory: Path) -> int:
+    refuse_url(str(checkpoint_id))
     path = Path(str(checkpoint_id))
     found = _STEP.fullmatch(path.name)
     if found is None or (path.parent != Path() and path.parent.absolute() != directory):
@@ -266,6 +269,7 @@ class Reader(StorageReader):
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int | None = None, *, trust: str | None = None) -> None:
+        refuse_url(directory)
         self.directory = Path(directory).absolute()
         self.step = None if step is None else _checked(step)
         self._trust = trust

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 
 from checkflow.api import Checkpointer
 from checkflow.core.errors import Preempted, UnsupportedError
+from checkflow.core.paths import refuse_url
 from checkflow.integrations.missing import missing
 from checkflow.integrations.numbered import numbered
 from checkflow.runtime.arguments import read_signals
@@ -78,6 +79,7 @@ class CheckflowCallback(Callback):  # type: ignore[misc]
     def __init__(self, directory: str | os.PathLike[str], **options: Any) -> None:
         if unknown := options.keys() - _OPTIONS:
             raise TypeError(f"CheckflowCallback has no option {', '.join(sorted(unknown))}; Checkpointer's are its own")
+        refuse_url(directory)
         self._options = {**options, "directory": directory}
         self.checkpointer: Checkpointer | None = None
         self._epochs: Iterator[int] = iter(())

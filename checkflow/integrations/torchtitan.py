@@ -15,6 +15,7 @@ from torch import nn
 
 from checkflow.api import Checkpointer
 from checkflow.core.errors import MismatchError, UnsupportedError
+from checkflow.core.paths import refuse_url
 from checkflow.integrations.missing import missing
 from checkflow.runtime.state.collect import Stateful
 
@@ -88,6 +89,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         if dataloader is not None:
             self._state["dataloader"] = _Place(dataloader)
         kept = {"keep_latest": config.keep_latest_k} if config.keep_latest_k else {"keep_every": 1}
+        refuse_url(config.folder)  # which joined to another path would be a folder in it
         directory = os.path.join(base_folder, config.folder)
         self._options = {"directory": directory, "every": config.interval, **kept, **config.options}
 

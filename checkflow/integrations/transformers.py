@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from checkflow.api import Checkpointer
 from checkflow.core.errors import UnsupportedError
+from checkflow.core.paths import refuse_url
 from checkflow.integrations.accelerate import refuse_parallelism
 from checkflow.integrations.missing import missing
 from checkflow.runtime.data.adapters.resumable import resumable
@@ -54,6 +55,7 @@ def attach(trainer: Trainer, directory: str | os.PathLike[str], **options: Any) 
     Raises:
         UnsupportedError: what cannot resume exactly; the message says what to change.
     """
+    refuse_url(directory)
     _refuse(trainer)
     attached = Attached(trainer, {**options, "directory": directory})
     for name in ("train", "get_train_dataloader", "get_batch_samples", "_run_epoch", "_finalize_training"):

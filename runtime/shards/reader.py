@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from checkflow.core.boxes import Box
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.core.graph import Named
+from checkflow.core.paths import refuse_url
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import BLOCK_BYTES, EXTRA, Manifest, Piece, TensorEntry
@@ -58,6 +59,7 @@ def newest_step(directory: str | os.PathLike[str], *, trust: str | None = None) 
         ForeignError: another user may have written one.
         StorageError: the directory, or every version, cannot be read.
     """
+    refuse_url(directory)
     found = find_valid(directory, Trust(Path(directory), trust))
     if found is None:
         return None
@@ -168,6 +170,7 @@ def load_slices(
 
 
 def _path(directory: str | os.PathLike[str], step: int | None) -> Path:
+    refuse_url(directory)
     if step is not None:
         path = Path(directory) / step_name(step)
         if not path.is_dir():

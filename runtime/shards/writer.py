@@ -14,6 +14,7 @@ import numpy as np
 
 from checkflow.core.boxes import Box, lies_in, part_name
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError, UnsupportedError
+from checkflow.core.paths import refuse_url
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.format.layout import OWNER, FileLayout, make_layout
 from checkflow.runtime.shards.arrays import describe, to_bytes
@@ -92,6 +93,7 @@ def save_shard(
     if not 0 <= step <= manifest.MAX_STEP:
         raise ValueError(f"a step is a number from 0 to {manifest.MAX_STEP}, not {step}")
     given = (dict(dense or {}), dict(tables or {}), dict(slices or {}))
+    refuse_url(directory)
     place = Path(directory).absolute()
 
     def write(root: int, attempt: Attempt) -> RankRecord:

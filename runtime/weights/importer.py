@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.core.errors import MismatchError, StorageError
+from checkflow.core.paths import refuse_url
 from checkflow.core.state import DEFAULT_MODEL, DEFAULT_OPTIMIZER
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import OWNER, STORED_TYPES, FileLayout, TensorRecord, make_layout
@@ -68,6 +69,7 @@ def import_weights(
         MismatchError: these cannot be names of a model and an optimizer; or state of the optimizer has no names.
         UnsupportedError: a name or a module's extra state cannot be stored.
     """
+    refuse_url(directory)
     for name in (model, optimizer):
         if not OWNER.fullmatch(name):
             raise MismatchError(f"a name is 1 to 100 letters, digits, '_', '.' and '-', not {name!r}")

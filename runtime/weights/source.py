@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
+from checkflow.core.paths import refuse_url
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES
 from checkflow.runtime.format.manifest import MANIFEST
@@ -65,6 +66,7 @@ def open_weights(
         MismatchError: it holds no weights, several models, or tensors of a type that no checkpoint has.
         StorageError: it cannot be read.
     """
+    refuse_url(source)
     path = Path(source)
     chosen = form_of(path) if form is None else form
     with contextlib.ExitStack() as closing:
