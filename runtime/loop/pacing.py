@@ -30,7 +30,7 @@ from checkflow.runtime.live_plan.planning import TIMED, Stage
 from checkflow.runtime.loop.agreement import Agreement
 from checkflow.runtime.persist.saver import FIRST_AUDITS, Saving
 from checkflow.runtime.snapshot.executor import Execution
-from checkflow.runtime.system.fs import file_system
+from checkflow.runtime.system.mounts import file_system
 
 logger = logging.getLogger("checkflow")
 

@@ -50,7 +50,7 @@ from checkflow.runtime.memory_tier.records import (
     remove,
 )
 from checkflow.runtime.store.parts import Source
-from checkflow.runtime.system import fs, large_pages, numa
+from checkflow.runtime.system import fs, large_pages, mounts, numa
 from checkflow.runtime.system.aligned_memory import map_address
 
 logger = logging.getLogger("checkflow")
@@ -299,7 +299,7 @@ class MemoryTier:
 def _refuse_too_much(size_bytes: int) -> None:
     """Leave others their part of shared memory. Raises StorageError if this is more than half of what is free."""
     room = os.statvfs(records.ROOT)
-    if (kind := fs.file_system(records.ROOT)[0]) not in (None, "tmpfs"):
+    if (kind := mounts.file_system(records.ROOT)[0]) not in (None, "tmpfs"):
         raise StorageError(f"{records.ROOT} is no shared memory, but {kind}")
     free_bytes = room.f_bavail * room.f_frsize
     if size_bytes > SHARE * free_bytes:

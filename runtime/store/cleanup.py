@@ -32,6 +32,11 @@ def temporary_name(step: int, run_id: str) -> str:
     return f"{_TMP}{step:08d}-{run_id}"
 
 
+def trash_name(name: str) -> str:
+    """What a folder is renamed to, to be deleted."""
+    return _TRASH + name.lstrip(".")
+
+
 def is_leftover(name: str) -> bool:
     """Whether the name is of something being written, exchanged or deleted, by this run or a dead one."""
     return _LEFTOVER.fullmatch(name) is not None
@@ -127,9 +132,9 @@ def _abandon(root: int, name: str) -> None:
 
 def to_trash(root: int, name: str) -> str:
     """Hide it whole by one rename: deleting file by file would leave a torn checkpoint after a crash."""
-    trash, count = _TRASH + name.lstrip("."), 1
+    trash, count = trash_name(name), 1
     while fs.exists(trash, dir_fd=root):  # a dead run's, or still being read
-        trash, count = f"{_TRASH}{name.lstrip('.')}.{count}", count + 1
+        trash, count = f"{trash_name(name)}.{count}", count + 1
     fs.rename(name, trash, dir_fd=root)
     return trash
 

@@ -1,4 +1,5 @@
-"""Which checkpoints stay: a pure function of what their manifests say, so that every start decides the same.
+"""Which checkpoints stay: a pure function of what their manifests say, so that every start decides the same. On mounts
+that store late it also asks when they were written.
 
 docs/how-to/retention.md describes the rules. Only complete checkpoints count; damaged ones are never deleted.
 """
@@ -6,14 +7,22 @@ docs/how-to/retention.md describes the rules. Only complete checkpoints count; d
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+from checkflow.runtime.format.manifest import MANIFEST
+from checkflow.runtime.system import fs
 
 Mode = Literal["min", "max"]
 MIN_COMPLETE = 2  # so that one damaged checkpoint is no disaster
 MAX_NAME = 200  # characters of a metric's name
 EPOCH_END, METRICS, MONITOR = "epoch_end", "metrics", "monitor"  # in a manifest's ``info``
+#: On a mount that stores late, one checkpoint stays that was committed so long before the newest that the mount has
+#: stored it by then. Tests lower it.
+SETTLE_SECONDS = 60.0
 _UNRANKED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}  # JSON has no numbers for them
 
 
@@ -51,22 +60,24 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What retention knows of a complete checkpoint."""
+    """What retention knows of a complete checkpoint. ``committed_seconds``: see :func:`commit_time`."""
 
     step: int
     epoch_end: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    committed_seconds: float = 0.0
 
 
-def known(step: int, info: Mapping[str, Any]) -> Known:
+def known(step: int, info: Mapping[str, Any], committed_seconds: float = 0.0) -> Known:
     """Read a manifest's ``info``; invalid metrics are skipped."""
-    return Known(step, info.get(EPOCH_END) is True, read_metrics(info))
+    return Known(step, info.get(EPOCH_END) is True, read_metrics(info), committed_seconds)
 
 
-def kept(rules: Rules, complete: Iterable[Known], newest: int) -> frozenset[int]:
+def kept(rules: Rules, complete: Iterable[Known], newest: int, settle_seconds: float | None = None) -> frozenset[int]:
     """The steps of the checkpoints that stay, of all complete ones.
 
     ``newest``, just committed or resumed from, counts as one of the newest even if an abandoned run left later ones.
+    ``settle_seconds``: on a mount that stores late, what :func:`settling` finds stays, too.
     """
     found = sorted(complete, key=lambda one: one.step, reverse=True)
     stay: set[int] = set()
@@ -77,7 +88,31 @@ def kept(rules: Rules, complete: Iterable[Known], newest: int) -> frozenset[int]
     stay.update(ends if rules.keep_epochs is True else ends[: rules.keep_epochs])
     stay.update(first for first in _firsts(rules, found).values())
     stay.update(best(rules, found)[: rules.keep_best])
+    if settle_seconds is not None:
+        stay.update(one.step for one in settling(found, settle_seconds) if one is not None)
     return frozenset(stay)
+
+
+def settling(complete: Iterable[Known], settle_seconds: float) -> tuple[Known | None, Known | None]:
+    """On a mount that stores late: the newest checkpoint that is old enough to be stored, and the one that grows to it.
+
+    Each commit deletes what is older, often before the mount has stored what it keeps: then the storage holds nothing.
+    Ages count from the newest commit. So the mount's clock alone matters, whoever's it is.
+    """
+    by_age = sorted(complete, key=lambda one: (one.committed_seconds, one.step))
+    if not by_age:
+        return None, None
+    settled = [one for one in by_age if by_age[-1].committed_seconds - one.committed_seconds >= settle_seconds]
+    growing = by_age[len(settled) :]
+    return (settled[-1] if settled else None), growing[0] if growing else None
+
+
+def commit_time(checkpoint: Path) -> float:
+    """When a checkpoint was committed, by its file system's clock: the manifest is written last. Now, if it is gone."""
+    try:
+        return fs.changed_seconds(str(checkpoint / MANIFEST))
+    except OSError:
+        return time.time()
 
 
 def best(rules: Rules, complete: Iterable[Known]) -> tuple[int, ...]:

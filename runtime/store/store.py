@@ -12,6 +12,7 @@ import errno
 import functools
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ from checkflow.runtime.store.files import REPLACED, glance, parse_step, step_nam
 from checkflow.runtime.store.lock import DirectoryLock
 from checkflow.runtime.store.retention import Known, Mode, Rules
 from checkflow.runtime.store.trust import Trust
-from checkflow.runtime.system import fs
+from checkflow.runtime.system import fs, mounts
+from checkflow.runtime.system.mounts import Mount
 
 logger = logging.getLogger("checkflow")
 
@@ -38,7 +40,6 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 #: For so long a reader's lock keeps what is to be deleted, from when that was first wanted: some 600 GB at 1 GB/s. Who
 #: still reads then has all files open, and goes on; over a network it may get an error that says so.
 READER_SECONDS = 600.0
-_VOLATILE = ("tmpfs", "ramfs", "overlay")
 
 
 class Store:
@@ -98,6 +99,10 @@ class Store:
             self.trust = Trust(self.directory, trust)
             with fs.folder(str(self.directory)) as root:
                 self.trust.check_directory(root)
+        mount = mounts.mount_of(self.directory)
+        self._late = mount is not None and mount.late
+        if mount is not None and mount.late:  # before the lock, which some of them refuse with other words
+            _refuse_without_rename(self.directory, mount)
         # (1) one writer
         access, group = self.trust.lock_access
         self._lock = DirectoryLock(self.directory, wait_seconds=lock_wait_seconds, mode=access, group=group)
@@ -107,10 +112,9 @@ class Store:
                 self._settle()
                 # Make durable what an earlier run renamed but did not sync.
                 self._sync_folder(self._root)
-            kind = fs.file_system(self.directory)[0]
-            self._recycles = kind in cleanup.RECYCLING
-            if kind in _VOLATILE:
-                _warn_volatile(self.directory, kind)
+            self._recycles = mount is not None and mount.kind in cleanup.RECYCLING
+            if mount is not None and mount.unpromised is not None:
+                _warn_unpromised(self.directory, mount.unpromised)
         except BaseException:
             self.close()
             raise
@@ -257,7 +261,7 @@ class Store:
             except BaseException:
                 self._remove_quietly(root, temporary)
                 raise
-            self._known[step] = retention.known(step, info)
+            self._known[step] = retention.known(step, info, self._commit_time(step))
             published()
             # (8) only now may older ones go
             if retire:
@@ -310,7 +314,9 @@ class Store:
             before = glance(self.directory / final, shared=False, trust=self.trust)
             merged = {**retention.read_metrics(before.info), **metrics}
             info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(merged)}
-            self._known[step] = retention.known(step, info)  # for this run, even if the exchange fails
+            self._known[step] = retention.known(
+                step, info, self._commit_time(step)
+            )  # for this run, even if the exchange fails
             if info == before.info:
                 return
             try:
@@ -443,7 +449,7 @@ class Store:
         """
         try:
             complete = self.look()
-            stay = retention.kept(self.rules, complete, newest)
+            stay = retention.kept(self.rules, complete, newest, retention.SETTLE_SECONDS if self._late else None)
             for step in sorted((one.step for one in complete if one.step not in stay), reverse=True):
                 retired = cleanup.retire(root, step_name(step), self._waits_for_reader)
                 if retired is None:
@@ -469,12 +475,17 @@ class Store:
             if step in self._known:
                 continue
             try:
-                self._known[step] = retention.known(step, glance(path, shared=False, trust=self.trust).info)
+                info = glance(path, shared=False, trust=self.trust).info
+                self._known[step] = retention.known(step, info, self._commit_time(step))
             except CheckflowError as error:
                 if step not in self._left_alone:
                     self._left_alone.add(step)
                     logger.warning("leaving %s alone: %s", path, error)
         return tuple(self._known[step] for step in present if step in self._known)
+
+    def _commit_time(self, step: int) -> float:
+        """When a checkpoint was committed, where retention asks for that."""
+        return retention.commit_time(self.directory / step_name(step)) if self._late else 0.0
 
     def known(self) -> tuple[Known, ...]:
         """What :meth:`look` and commits have found so far; callable from any thread."""
@@ -490,8 +501,22 @@ class Store:
 
 
 @functools.cache  # once: some jobs open a store for each checkpoint
-def _warn_volatile(directory: Path, kind: str) -> None:
-    logger.warning("%s lies on %s: its checkpoints do not outlive this machine or container", directory, kind)
+def _warn_unpromised(directory: Path, unpromised: str) -> None:
+    logger.warning("%s %s", directory, unpromised)
+
+
+@functools.cache
+def _refuse_without_rename(directory: Path, mount: Mount) -> None:
+    draft = temporary_name(0, f"probe-{secrets.token_hex(8)}")
+    try:
+        mounts.try_rename(str(directory), draft, cleanup.trash_name(draft))
+    except FileNotFoundError:
+        return  # a job that has the lock took it for a leftover: the lock decides
+    except OSError as error:
+        raise StorageError(
+            f"cannot use the checkpoint directory {directory}: it lies on {mount}, where a folder cannot be made, "
+            f"renamed and removed ({error.strerror}), as commits need: choose one on another file system"
+        ) from error
 
 
 def sync_folder(fd: int) -> bool:

@@ -333,6 +333,11 @@ def exists(name: str, *, dir_fd: int) -> bool:
     return True
 
 
+def changed_seconds(path: str) -> float:
+    """When a file was last written, by the clock of its file system."""
+    return os.stat(path, follow_symlinks=False).st_mtime
+
+
 def is_at(fd: int, path: str) -> bool:
     """Whether an open file or directory is the one at this path now."""
     try:
@@ -384,22 +389,6 @@ def read_pages(fd: int, buffer: memoryview, offset: int) -> int:
             break
         done += count
     return done
-
-
-def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
-    """A directory's file system, such as "ext4", and its size in bytes; None, 0: the system does not say."""
-    try:
-        size = os.statvfs(path)
-        size_bytes = size.f_blocks * size.f_frsize
-        device = os.stat(path).st_dev
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
-            for line in table:
-                fields, _, kind = line.partition(" - ")
-                if fields.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-                    return kind.split()[0], size_bytes
-    except OSError:
-        return None, 0
-    return None, size_bytes
 
 
 def user_name(uid: int) -> str:

@@ -23,7 +23,7 @@ from checkflow.runtime.memory_tier.records import LIFE, MARK, MARKS, NOTHING, RE
 from checkflow.runtime.memory_tier.staging import StagingBuffer, StagingBuffers
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.snapshot.capturer import Capture
-from checkflow.runtime.system import fs
+from checkflow.runtime.system import fs, mounts
 from checkflow.runtime.system.aligned_memory import map_address
 from checkflow.runtime.system.large_pages import LARGE_BYTES
 from tests.support.dead_jobs import folder_of, folders_below, give_back, kept_in, needs_memory
@@ -254,7 +254,7 @@ def test_what_storage_has_is_noted(three: Tier) -> None:
 def test_memory_on_a_disk_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if fs.file_system(tmp_path)[0] in (None, "tmpfs"):
+    if mounts.file_system(tmp_path)[0] in (None, "tmpfs"):
         pytest.skip("the temporary directory is in memory")
     monkeypatch.setattr(records, "ROOT", tmp_path)
     tier = MemoryTier(tmp_path, RunLife("run"))

@@ -21,7 +21,7 @@ from checkflow.runtime.format.layout import Layout, make_layout
 from checkflow.runtime.store.cleanup import RECYCLING
 from checkflow.runtime.store.files import step_name
 from checkflow.runtime.store.reader import open_checkpoint
-from checkflow.runtime.system import fs
+from checkflow.runtime.system import fs, mounts
 from tests.runtime.store.test_store import LAYOUT, commit, new_store, newest, steps
 from tests.support.faults import all_direct
 from tests.support.store_tools import fill, record, tree
@@ -33,8 +33,8 @@ FIRST = NAMES[0]
 @pytest.fixture(params=["tmpfs", "a disk"])
 def directory(request: pytest.FixtureRequest) -> Iterator[Path]:
     where = "/dev/shm" if request.param == "tmpfs" else "/var/tmp"
-    if fs.file_system(where)[0] not in RECYCLING:
-        pytest.skip(f"{where} is on {fs.file_system(where)[0]}")
+    if mounts.file_system(where)[0] not in RECYCLING:
+        pytest.skip(f"{where} is on {mounts.file_system(where)[0]}")
     with tempfile.TemporaryDirectory(dir=where, prefix="checkflow-test-") as folder:
         yield Path(folder) / "checkpoints"
 
@@ -234,7 +234,8 @@ def test_whoever_opens_a_file_while_it_is_taken_over_ends_no_process(
 def test_where_readers_are_not_known_nothing_is_overwritten(
     directory: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fs, "file_system", lambda path: (kind, 0))
+    found = None if kind is None else mounts.Mount(kind, "x", frozenset())
+    monkeypatch.setattr(mounts, "mount_of", lambda path: found)
     with new_store(directory) as store:
         for step in range(4):
             commit(store, step, step)

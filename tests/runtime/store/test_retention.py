@@ -123,6 +123,46 @@ def test_what_always_holds(rules: Rules, history: list[tuple[int, float | None, 
     assert kept(rules, [one for one in present if one.step in stay], step) == stay
 
 
+GAPS = st.floats(0.01, 100.0)
+SETTLE = 60.0
+
+
+@settings(max_examples=300, deadline=None)
+@given(RULES, st.lists(st.tuples(GAPS, VALUES, st.booleans()), min_size=1, max_size=60), st.data())
+def test_what_always_holds_on_a_mount_that_stores_late(
+    rules: Rules, history: list[tuple[float, float | None, bool]], data: st.DataObject
+) -> None:
+    """Two more at most; from when any was old enough one always is, and it is never much older than that."""
+    now, reached, present = 0.0, False, []
+    for step, (gap, loss, end) in enumerate(history, 1):
+        now += gap
+        present.append(Known(step, end, {} if loss is None else {"loss": loss}, now))
+        if data.draw(st.booleans()):  # otherwise the run was killed before it could delete
+            everything = data.draw(st.permutations(present))
+            stay, fewer = kept(rules, everything, step, SETTLE), kept(rules, everything, step)
+            assert stay >= fewer
+            assert len(stay - fewer) <= 2
+            assert kept(rules, everything, step, math.inf) - fewer <= {min(one.step for one in everything)}
+            present = [one for one in present if one.step in stay]
+        old = [now - one.committed_seconds for one in present if now - one.committed_seconds >= SETTLE]
+        reached = reached or bool(old)
+        assert bool(old) == reached
+        if reached:
+            assert min(old) <= 2 * SETTLE + 2 * max(gap for gap, *_ in history[:step])
+    assert kept(rules, present, step) <= kept(rules, present, step, SETTLE)
+
+
+def test_a_clock_that_steps_costs_no_more() -> None:
+    """Back by an hour: what was committed before is the one that grows, and stays as long."""
+    present = [Known(step, committed_seconds=5000.0 + 30 * step) for step in range(5)]
+    for step in range(5, 100):
+        present.append(Known(step, committed_seconds=1000.0 + 30 * step))
+        stay = kept(Rules(), present, step, SETTLE)
+        present = [one for one in present if one.step in stay]
+        assert len(present) <= 4
+        assert step < 60 or min(stay) < step - 2
+
+
 def test_what_waits_for_storage_gives_way_to_its_own_kind() -> None:
     plain, end = state(11), state(11, end=True)
     assert gives_way(Rules(), [], state(10), plain)
