@@ -18,6 +18,7 @@ from checkflow.core.reports import run_report
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import MANIFEST, MAX_STEP, owner_of
 from checkflow.runtime.memory_tier.orphans import left_step
+from checkflow.runtime.store import retention
 from checkflow.runtime.store.cleanup import BROKEN, SUPERSEDED, is_leftover
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, parse_step, step_name
@@ -25,6 +26,7 @@ from checkflow.runtime.store.lock import locked_since
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.retention import Known, Rules, best, known, read_metrics, rules_of, write_metrics
 from checkflow.runtime.system import fs
+from checkflow.runtime.system.mounts import mount_of
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,7 @@ class Listed:
         metrics: by name; NaN and infinite ones as text.
         best: whether it is the best of all, by the newest run's metric.
         ranks: that wrote it together; None: not known.
+        stays: why retention keeps it on this mount, beside its rules; None: it does not.
         owner: its user, if neither root nor the caller: no job resumes from it unless ``trust`` allows it.
     """
 
@@ -61,6 +64,7 @@ class Listed:
     best: bool = False
     owner: str | None = None
     ranks: int | None = None
+    stays: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +114,33 @@ def list_directory(directory: str | os.PathLike[str]) -> tuple[Listed, ...]:
     first = _best_of(root)
     checkpoints = [_look_at(path, "checkpoint", is_best=path == first) for path in find(root)]
     checkpoints = [one for one in checkpoints if not one.fault or os.path.exists(one.path)]  # else retention deleted it
+    checkpoints = _with_reasons(root, checkpoints)
     others: list[Listed] = []
     for name in sorted(fs.folder_names(str(root))):
         kind = _kind_of(name)
         if kind is not None:
             others.append(_look_at(root / name, kind))
     return (*checkpoints, *others)
+
+
+def _with_reasons(root: Path, checkpoints: list[Listed]) -> list[Listed]:
+    """Say of each checkpoint that stays since its mount stores late, why."""
+    mount = mount_of(root)
+    if mount is None or not mount.late:
+        return checkpoints
+    whole = [
+        Known(one.step, committed_seconds=retention.commit_time(one.path))
+        for one in checkpoints
+        if one.step is not None and not one.fault
+    ]
+    settled, growing = retention.settling(whole, retention.SETTLE_SECONDS)
+    age = f"{retention.SETTLE_SECONDS:.0f} s older than the newest"
+    reasons: dict[int | None, str] = {}
+    if growing is not None:
+        reasons[growing.step] = f"{mount.kind} stores late, and this is the next to be {age}"
+    if settled is not None:
+        reasons[settled.step] = f"{mount.kind} stores late, and no newer one is {age}"
+    return [dataclasses.replace(one, stays=reasons.get(one.step)) for one in checkpoints]
 
 
 def home_of(reference: str | os.PathLike[str]) -> Path:

@@ -1,7 +1,8 @@
 """File systems of one's own, for faults that only a real one has: images in memory, mounted in a namespace of its own.
 
 Mounting needs root. Where it is not allowed the tests skip and say why; with ``CHECKFLOW_MUST_MOUNT=1`` (CI sets it)
-they fail instead. Whatever a program run by :func:`in_namespace` mounts is gone when it ends, however it ends.
+they fail instead; ``CHECKFLOW_MUST_FUSE=1`` is for those that mount a bucket (:mod:`bucket_mounts`). Whatever a program
+run by :func:`in_namespace` mounts is gone when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MUST_MOUNT = "CHECKFLOW_MUST_MOUNT"
+MUST_MOUNT, MUST_FUSE = "CHECKFLOW_MUST_MOUNT", "CHECKFLOW_MUST_FUSE"
 # Sizes that the tools accept: xfs below 300 MiB is refused. The images have holes: they take what is written to them.
 IMAGE_BYTES = {"ext4": 64 << 20, "xfs": 320 << 20}
 MAKE = {"ext4": ("mkfs.ext4", "-q", "-F", "-b", "4096"), "xfs": ("mkfs.xfs", "-q", "-f", "-b", "size=4096")}
@@ -86,17 +87,17 @@ def why_not(kind: str) -> str | None:
     return None if done.returncode == 0 else f"mounting {kind} is not allowed here: {done.stderr.strip()[-300:]}"
 
 
-def must_mount() -> bool:
+def must_mount(flag: str = MUST_MOUNT) -> bool:
     """Whether tests that mount may not be skipped."""
-    return os.environ.get(MUST_MOUNT, "") not in ("", "0")
+    return os.environ.get(flag, "") not in ("", "0")
 
 
-def need_mount(reason: str | None) -> None:
+def need_mount(reason: str | None, flag: str = MUST_MOUNT) -> None:
     """Skip a test that cannot mount, for this reason, or fail it; None: it can."""
     import pytest
 
-    if reason is not None and must_mount():
-        pytest.fail(f"{MUST_MOUNT} is set, and {reason}")
+    if reason is not None and must_mount(flag):
+        pytest.fail(f"{flag} is set, and {reason}")
     if reason is not None:
         pytest.skip(reason)
 

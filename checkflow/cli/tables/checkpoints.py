@@ -74,6 +74,9 @@ def listed_tables(
     for owner in sorted({one.owner for one in checkpoints if one.owner is not None}):
         theirs = ", ".join(str(one.step) for one in checkpoints if one.owner == owner)
         yield f"of {owner}: step {theirs}; a job resumes from that only if its trust= allows it"
+    for one in checkpoints:
+        if one.stays is not None:
+            yield f"step {one.step} stays: {one.stays}"
     words = {
         "broken": "damaged, set aside by a restore",
         "superseded": "later than the step that a run was asked to resume from",

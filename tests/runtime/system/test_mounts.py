@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from checkflow.cli.main import main
 from checkflow.core.errors import LockedError, StorageError
 from checkflow.runtime.store import store
 from checkflow.runtime.store.discovery import find
@@ -224,8 +226,10 @@ def test_a_running_job_may_clean_up_what_another_tries(told: Path, monkeypatch: 
     assert sorted(path.name for path in told.iterdir()) == [".lock", "step-00000001"]
 
 
-def test_a_store_keeps_what_may_not_be_stored_yet(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit each ten seconds, by the mount's clock: the newest two, one older than a minute, one that grows to it."""
+def test_a_store_keeps_what_may_not_be_stored_yet(
+    told: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A commit each ten seconds of the mount: the newest two, one older than a minute, and one that grows to it."""
     monkeypatch.setattr(fs, "changed_seconds", lambda path: 10.0 * int(Path(path).parent.name.removeprefix("step-")))
     left = []
     for number in range(20):
@@ -236,3 +240,11 @@ def test_a_store_keeps_what_may_not_be_stored_yet(told: Path, monkeypatch: pytes
     assert left[4:7] == [[4, 3, 0], [5, 4, 0], [6, 5, 4, 0]]  # 0 is old enough, 4 is to be
     assert left[9:11] == [[9, 8, 4, 0], [10, 9, 8, 4]]  # 4 is, and 0 goes
     assert left[18:] == [[18, 17, 16, 12], [19, 18, 16, 12]]
+    assert main(["ls", str(told)]) == 0
+    said = capsys.readouterr().out
+    assert "step 16 stays: fuse.rclone stores late, and this is the next to be 60 s older than the newest" in said
+    assert "step 12 stays: fuse.rclone stores late, and no newer one is 60 s older than the newest" in said
+    assert said.count("stays") == 2
+    assert main(["ls", "--json", str(told)]) == 0
+    reasons = [one["stays"] is not None for one in json.loads(capsys.readouterr().out)["entries"]]
+    assert reasons == [False, False, True, True]
