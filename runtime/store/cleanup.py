@@ -5,7 +5,6 @@ The caller holds the lock of ``root``, a descriptor of it. Nothing follows a lin
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Collection
 
@@ -20,9 +19,6 @@ _TMP, _TRASH = ".tmp-", ".trash-"
 DRAFT = f"{_TMP}shards"  # draft of the file by which processes of one version meet
 _HALF = rf"tmp-(?:shards|[0-9]{{8,19}}-{OWNER.pattern})|replaced-step-[0-9]{{8,19}}"
 _LEFTOVER = re.compile(rf"\.(?:{_HALF})|{re.escape(_TRASH)}(?:{_HALF}|step-[0-9]{{8,19}})(?:\.[0-9]+)?", re.ASCII)
-# Where a file is overwritten faster than deleted and made anew, and :func:`.fs.open_over` sees who uses it. On
-# overlayfs it does not see who has mapped a file; btrfs writes each byte to a new place anyway.
-RECYCLING = ("ext4", "xfs", "tmpfs")
 Warn = Callable[[str, OSError], None]  # called with the name of what stays, and why
 Waits = Callable[[str], bool]  # whether to wait for the reader of this name
 
@@ -76,10 +72,8 @@ def settle(
         remove_quietly(root, name, warn, waits)
 
 
-def remove_quietly(root: int, name: str, warn: Warn, waits: Waits, spare: Collection[str] = ()) -> None:
-    """Remove what no restore needs, but for files named in ``spare``. A failure only costs disk space until the next
-    commit.
-    """
+def remove_quietly(root: int, name: str, warn: Warn, waits: Waits) -> None:
+    """Remove what no restore needs. A failure only costs disk space until the next commit."""
     try:
         if not fs.exists(name, dir_fd=root):
             return
@@ -88,30 +82,23 @@ def remove_quietly(root: int, name: str, warn: Warn, waits: Waits, spare: Collec
         trash = name if name.startswith(_TRASH) else to_trash(root, name)
         with claimed(trash, MANIFEST, dir_fd=root) as unread:
             if unread or not waits(trash):  # else the next commit tries again
-                remove(trash, dir_fd=root, spare=spare)
+                remove(trash, dir_fd=root)
     except OSError as error:
         warn(name, error)
 
 
-def retire(root: int, name: str, waits: Waits) -> str | None:
-    """Rename a checkpoint to ``.trash-…``; returns that name. None: a reader holds it and is waited for. After an
-    OSError it stays, whole.
-    """
+def retire(root: int, name: str, warn: Warn, waits: Waits) -> bool:
+    """Delete a checkpoint; False if a reader holds it and is waited for. After an OSError it stays, whole."""
     with claimed(name, MANIFEST, dir_fd=root) as unread:
         if not unread and waits(name):
-            return None
+            return False
         _abandon(root, name)
-        return to_trash(root, name)
-
-
-def hand_down(root: int, retired: str, folder: int, names: Collection[str]) -> frozenset[str]:
-    """Move files of a retired checkpoint into ``folder``, where the next is written over them; returns their names."""
-    moved: set[str] = set()
-    with contextlib.suppress(OSError), fs.folder(retired, dir_fd=root) as old:  # what is not moved is made anew
-        for name in names:
-            fs.move(name, old_dir_fd=old, dir_fd=folder)
-            moved.add(name)
-    return frozenset(moved)
+        trash = to_trash(root, name)
+        try:
+            remove(trash, dir_fd=root)
+        except OSError as error:
+            warn(trash, error)
+    return True
 
 
 def hide(root: int, name: str, prefix: str) -> str:
@@ -139,11 +126,10 @@ def to_trash(root: int, name: str) -> str:
     return trash
 
 
-def remove(name: str, *, dir_fd: int, spare: Collection[str] = ()) -> None:
+def remove(name: str, *, dir_fd: int) -> None:
     """Remove a directory and the files in it, or a plain file or link. Nothing is followed.
 
-    A directory inside, which no checkpoint has, is an error, raised after all else is gone. ``spare``: names of files
-    that stay, and so does the directory.
+    A directory inside, which no checkpoint has, is an error, raised after all else is gone.
     """
     try:
         folder = fs.open_folder(name, dir_fd=dir_fd)
@@ -153,8 +139,6 @@ def remove(name: str, *, dir_fd: int, spare: Collection[str] = ()) -> None:
     first: OSError | None = None
     try:
         for entry in fs.names(folder):
-            if entry in spare:
-                continue
             try:
                 fs.unlink(entry, dir_fd=folder)
             except OSError as error:
@@ -163,5 +147,4 @@ def remove(name: str, *, dir_fd: int, spare: Collection[str] = ()) -> None:
         fs.close_quietly(folder)
     if first is not None:
         raise first
-    if not spare:
-        fs.rmdir(name, dir_fd=dir_fd)
+    fs.rmdir(name, dir_fd=dir_fd)

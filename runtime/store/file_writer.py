@@ -9,7 +9,7 @@ import contextlib
 import errno
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import xxhash
 
@@ -25,27 +25,22 @@ _GATHER_BYTES = BLOCK_BYTES
 Image = Callable[[FileLayout], Iterator[memoryview]]  # yields a file's bytes in order
 
 
-def write_files(folder: int, layout: Layout, image: Image, old: Collection[str] = ()) -> dict[str, FileEntry]:
-    """:func:`write_file` for all files of a layout. StorageError if one does not get the bytes that it should have.
-
-    ``old``: names of files in ``folder`` that are to be overwritten.
-    """
-    entries = {file.name: write_file(folder, file.name, image(file), over=file.name in old) for file in layout.files}
+def write_files(folder: int, layout: Layout, image: Image) -> dict[str, FileEntry]:
+    """:func:`write_file` for all files of a layout. StorageError if one does not get the bytes that it should have."""
+    entries = {file.name: write_file(folder, file.name, image(file)) for file in layout.files}
     for file in layout.files:
         if entries[file.name].size_bytes != file.size_bytes:
             raise StorageError(f"{file.name} got {entries[file.name].size_bytes} of {file.size_bytes} bytes")
     return entries
 
 
-def write_file(folder: int, name: str, pieces: Iterator[memoryview], *, over: bool = False) -> FileEntry:
+def write_file(folder: int, name: str, pieces: Iterator[memoryview]) -> FileEntry:
     """Write a new file of these pieces, make it durable, and return its size and checksums.
 
     An error of fsync or close fails the checkpoint for good: the kernel may have dropped the pages, and a second fsync
     would succeed without them. A piece must not change before the next is asked for.
-
-    ``over``: the name is an old file's, which is overwritten, or replaced if :func:`.fs.open_over` refuses.
     """
-    fd = _open_old(folder, name) if over else fs.open_new(name, dir_fd=folder)
+    fd = fs.open_new(name, dir_fd=folder)
     try:
         checksums = Checksums()
         try:
@@ -53,8 +48,6 @@ def write_file(folder: int, name: str, pieces: Iterator[memoryview], *, over: bo
             for piece in pieces:
                 out.put(piece)
             out.end()
-            if over:
-                fs.truncate(fd, out.size_bytes)
             fs.fsync(fd)
             entry = FileEntry(out.size_bytes, checksums.finish())
         finally:
@@ -65,14 +58,6 @@ def write_file(folder: int, name: str, pieces: Iterator[memoryview], *, over: bo
         raise
     fs.close(fd)
     return entry
-
-
-def _open_old(folder: int, name: str) -> int:
-    try:
-        return fs.open_over(name, dir_fd=folder)
-    except OSError:  # whoever reads it keeps its bytes
-        fs.unlink(name, dir_fd=folder)
-        return fs.open_new(name, dir_fd=folder)
 
 
 class _Output:

@@ -58,13 +58,14 @@ class DirectoryLock:
         self._fd = None
         _held.discard(self)
 
-    def renew(self) -> bool:
-        """Whether the lock is still held. If its file was deleted, take it anew; LockedError if another process did."""
+    def renew(self) -> None:
+        """Check that the lock is still held, and take it anew if its file was deleted; LockedError if another process
+        did.
+        """
         if self._fd is None or fs.is_at(self._fd, str(self._path)):
-            return True
+            return
         old, self._fd = self._fd, self._open(0.0)
         fs.close_quietly(old)
-        return False
 
     def _open(self, wait_seconds: float) -> int:
         path = self._path

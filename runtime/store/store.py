@@ -85,7 +85,6 @@ class Store:
         self._left_alone: set[int] = set()  # steps of incomplete or unreadable checkpoints, logged once
         self._spare = frozenset(spare)
         self._void: set[str] = set()  # published but not durable, to be removed
-        self._retired: str | None = None  # deleted last: the next checkpoint overwrites its files
         self._went_on_from: int | None = None  # retention has not run since
         self.committed_at = 0.0, 0.0  # of the last commit, by time.monotonic: all was written; it was published
         self._described: tuple[Layout, bytes] | None = None  # by the last commit
@@ -112,7 +111,6 @@ class Store:
                 self._settle()
                 # Make durable what an earlier run renamed but did not sync.
                 self._sync_folder(self._root)
-            self._recycles = mount is not None and mount.kind in cleanup.RECYCLING
             if mount is not None and mount.unpromised is not None:
                 _warn_unpromised(self.directory, mount.unpromised)
         except BaseException:
@@ -145,13 +143,9 @@ class Store:
         # Not in a forked child, where nobody releases the mutex.
         with self._mutex if self._lock.held else contextlib.nullcontext():
             root, self._root = self._root, None
-            try:
-                if root is not None and self._retired is not None and self._lock.held:
-                    self._delete(root, self._retired)
-            finally:
-                if root is not None:
-                    fs.close_quietly(root)  # nothing is written through a directory
-                self._lock.release()
+            if root is not None:
+                fs.close_quietly(root)  # nothing is written through a directory
+            self._lock.release()
 
     def checkpoints(self) -> tuple[Path, ...]:
         return find(self.directory)
@@ -211,7 +205,6 @@ class Store:
             lambda root, temporary: self._write_files(root, temporary, layout, image, extra, described),
             info=plain,
             retire=retire,
-            recycle=self._recycles,
         )
 
     def _describe(self, layout: Layout) -> bytes:
@@ -227,7 +220,6 @@ class Store:
         *,
         info: Mapping[str, Any],
         retire: bool = True,
-        recycle: bool = False,
         attempt: str = "",
         published: Callable[[], None] = lambda: None,
     ) -> Path:
@@ -237,7 +229,6 @@ class Store:
             write: called with a descriptor of the store's directory and the name of the directory to make in it. When
                 it returns, that holds a whole, durable checkpoint: files, manifest, and their names.
             info: the manifest's, for retention.
-            recycle: whether ``write`` overwrites the files of what was retired last.
             attempt: joins the run's id in the temporary name, where a late process must not write into a later attempt.
             published: called as soon as the checkpoint is whole and durable, before older ones are deleted.
         """
@@ -247,11 +238,9 @@ class Store:
             temporary = temporary_name(step, f"{self.run_id}.{attempt}" if attempt else self.run_id)
             final = step_name(step)
             try:
-                if not recycle:
-                    self._retired = None  # or _settle would spare it
                 self._settle()
                 if self._went_on_from is not None:  # first free what a dead run did not delete
-                    self._retire(root, self._went_on_from, recycle)
+                    self._retire(root, self._went_on_from)
                     self._went_on_from = None
                 write(root, temporary)
                 written = time.monotonic()
@@ -265,7 +254,7 @@ class Store:
             published()
             # (8) only now may older ones go
             if retire:
-                self._retire(root, step, recycle)
+                self._retire(root, step)
             return self.directory / final
 
     def _write_files(
@@ -278,20 +267,12 @@ class Store:
         described: manifest.Manifest,
     ) -> None:
         """Write a whole, durable checkpoint under a temporary name; ``described`` lacks its files and tensors."""
-        names = [file.name for file in layout.files]
-        retired, self._retired = self._retired, None
-        if retired is not None:  # first of all, or a full disk has no room for the new directory
-            self._delete(root, retired, spare=names)
         # (2) a directory that no reader looks at
         fs.mkdir(temporary, dir_fd=root)
         folder = fs.open_folder(temporary, dir_fd=root)
         try:
-            old: Collection[str] = ()
-            if retired is not None:
-                old = cleanup.hand_down(root, retired, folder, names)
-                self._delete(root, retired)
             # (3) every shard, and the extra state: written, checksummed, fsynced
-            entries = write_files(folder, layout, image, old)
+            entries = write_files(folder, layout, image)
             entries[manifest.EXTRA] = write_file(folder, manifest.EXTRA, iter([memoryview(extra)]))
             # (4) the manifest last: it names only what is on the disk by now
             content = manifest.dumps(dataclasses.replace(described, files=entries), self._describe(layout))
@@ -377,8 +358,7 @@ class Store:
                 raise StorageError(
                     f"{what}: the directory was moved or replaced since this job began: it is {self.where}"
                 )
-            if not self._lock.renew():
-                self._retired = None  # it may be another run's by now
+            self._lock.renew()
             yield root
 
     def _open_root(self) -> int:
@@ -418,15 +398,10 @@ class Store:
     def _remove_quietly(self, root: int, name: str) -> None:
         cleanup.remove_quietly(root, name, self._warn_left, self._waits_for_reader)
 
-    def _delete(self, root: int, retired: str, spare: Collection[str] = ()) -> None:
-        """Delete what was retired, but for ``spare``. Its readers were waited for before."""
-        cleanup.remove_quietly(root, retired, self._warn_left, lambda _: False, spare)
-
     def _settle(self) -> None:
         cleanup.settle(
-            self._open_root(), self._void, self._sync_folder, self._warn_left, self._waits_for_reader,
-            self._spare if self._retired is None else self._spare | {self._retired},
-        )  # fmt: skip
+            self._open_root(), self._void, self._sync_folder, self._warn_left, self._waits_for_reader, self._spare
+        )
 
     def _waits_for_reader(self, name: str) -> bool:
         """Whether to leave what a reader holds for a later time."""
@@ -442,27 +417,20 @@ class Store:
             self._warned_left.add(name)
             logger.warning("cannot remove %s: %s", self.directory / name, error.strerror)
 
-    def _retire(self, root: int, newest: int, recycle: bool) -> None:
+    def _retire(self, root: int, newest: int) -> None:
         """Delete old checkpoints; that of step ``newest`` is whole and durable. What is being read stays for now.
 
-        Only complete ones count, or damaged ones could push out the last good one. ``recycle``: keep the files of one.
+        Only complete ones count, or damaged ones could push out the last good one.
         """
         try:
             complete = self.look()
             stay = retention.kept(self.rules, complete, newest, retention.SETTLE_SECONDS if self._late else None)
             for step in sorted((one.step for one in complete if one.step not in stay), reverse=True):
-                retired = cleanup.retire(root, step_name(step), self._waits_for_reader)
-                if retired is None:
-                    logger.debug("step %d is being read, and stays until it is not", step)
-                    continue
-                del self._known[step]
-                self._held_since.pop(step_name(step), None)  # a later one may have its name
-                if recycle and self._retired is None:
-                    # Its old name must be gone for good before its bytes change.
-                    self._sync_folder(root)
-                    self._retired = retired
+                if cleanup.retire(root, step_name(step), self._warn_left, self._waits_for_reader):
+                    del self._known[step]
+                    self._held_since.pop(step_name(step), None)  # a later one may have its name
                 else:
-                    self._delete(root, retired)
+                    logger.debug("step %d is being read, and stays until it is not", step)
         except (OSError, StorageError) as error:
             logger.warning("cannot delete old checkpoints in %s: %s", self.directory, error)
 

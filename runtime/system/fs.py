@@ -12,7 +12,6 @@ import fcntl
 import mmap
 import os
 import pathlib
-import signal
 import stat
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,7 +21,6 @@ from checkflow.core.small_files import refuse_irregular
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW
 _CLAIM = os.O_RDWR | os.O_NOFOLLOW
-_OVER = os.O_WRONLY | os.O_NOFOLLOW
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 MODE = 0o664  # of new files, less the umask: no job trusts what everyone may write to
 _passing: set[int] = set()  # descriptors that forked children must close
@@ -96,32 +94,6 @@ def mkdir(name: str, *, dir_fd: int) -> None:
 def open_new(name: str, *, dir_fd: int, mode: int = MODE) -> int:
     """Make a new file for writing. Fails if the name is taken, even by a dangling symbolic link."""
     return pass_by(os.open(name, _NEW, mode, dir_fd=dir_fd))
-
-
-def open_over(name: str, *, dir_fd: int) -> int:
-    """Open an old file for overwriting, if nobody else has it open or mapped, and if a new file would be like it.
-
-    Raises:
-        IrregularError: something else has its name.
-        OSError: it is in use, it has a second name, other rights or attributes, or the system cannot tell.
-    """
-    fd = pass_by(small_files.open_regular(name, _OVER, dir_fd=dir_fd)[0])
-    try:
-        found, parent = os.fstat(fd), os.fstat(dir_fd)
-        rights = found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)
-        alike = rights == (parent.st_uid, parent.st_gid, parent.st_mode & MODE)
-        labels = [name for name in os.listxattr(fd) if not name.startswith("security.")]  # access control lists, notes
-        if found.st_nlink != 1 or labels or not alike:
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        # The kernel grants this lease only if nobody else has the file open. It sends a signal to its holder when
-        # somebody opens the file: SIGIO would end the process, SIGURG does nothing.
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except BaseException:
-        close_quietly(fd)
-        raise
-    return fd
 
 
 def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:

@@ -61,7 +61,7 @@ def _four(directory: Path) -> None:
 
 
 def _retire(directory: Path) -> Iterator[None]:
-    """Step 5 comes, 2 and 3 go, and 6 overwrites what 3 left; 1 ends an epoch."""
+    """Step 5 comes, 2 and 3 go; then 6 comes, and 4 goes; 1 ends an epoch."""
     with new_store(directory) as store:
         checkpoint = recover(store)
         assert checkpoint is not None

@@ -103,9 +103,9 @@ def test_a_full_disk_stops_checkpoints_and_not_training(small_disk: Path, caplog
     with Checkpointer(model, optimizer, directory=small_disk / "checkpoints", plan=plan, every=1) as checkpointer:
         for n in checkpointer.steps(9):
             iterate()
-            if n == 2:
-                # Before an old one goes: the next would have its room.
-                wait_for(lambda: steps(small_disk / "checkpoints") == [1, 2])
+            if n == 3:
+                # Until old ones have gone: what they leave would be room for the next one.
+                wait_for(lambda: steps(small_disk / "checkpoints") == [2, 3])
                 fill(ballast)
             if n == 6:
                 ballast.unlink()

@@ -25,11 +25,11 @@ from checkflow.runtime.system.aligned_memory import address_of
 CALLS = (
     "open_folder", "make_folders", "mkdir", "open_new", "open_regular", "open_lock", "flock", "truncate", "pwrite",
     "preadv", "fsync", "close", "rename", "unlink", "rmdir", "names", "folder_names", "exists",
-    "link", "move", "flock_shared", "open_claimed", "is_at", "set_direct", "open_direct", "open_over",
+    "link", "move", "flock_shared", "open_claimed", "is_at", "set_direct", "open_direct",
 )  # fmt: skip
 
 
-OPENING = ("open_folder", "open_new", "open_regular", "open_lock", "open_claimed", "open_direct", "open_over")
+OPENING = ("open_folder", "open_new", "open_regular", "open_lock", "open_claimed", "open_direct")
 
 
 class Killed(BaseException):
@@ -154,7 +154,7 @@ class Disk:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Disk]:
-        real_sync, real_new, real_over, real_mkdir = fs.fsync, fs.open_new, fs.open_over, fs.mkdir
+        real_sync, real_new, real_mkdir = fs.fsync, fs.open_new, fs.mkdir
 
         def fsync(fd: int) -> None:
             real_sync(fd)
@@ -167,12 +167,7 @@ class Disk:
 
         def open_new(name: str, *, dir_fd: int, mode: int = fs.MODE) -> int:
             fd = real_new(name, dir_fd=dir_fd, mode=mode)
-            self._pinned.append(os.open(f"/proc/self/fd/{fd}", os.O_PATH))  # which is no reader of it
-            return fd
-
-        def open_over(name: str, *, dir_fd: int) -> int:
-            fd = real_over(name, dir_fd=dir_fd)
-            self._files[os.fstat(fd).st_ino] = b""  # until it is synced anew it may hold anything
+            self._pinned.append(os.dup(fd))
             return fd
 
         def mkdir(name: str, *, dir_fd: int) -> None:
@@ -182,7 +177,6 @@ class Disk:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fs, "fsync", fsync)
             patch.setattr(fs, "open_new", open_new)
-            patch.setattr(fs, "open_over", open_over)
             patch.setattr(fs, "mkdir", mkdir)
             yield self
         for fd in self._pinned:

@@ -80,7 +80,7 @@ def listed_tables(
     words = {
         "broken": "damaged, set aside by a restore",
         "superseded": "later than the step that a run was asked to resume from",
-        "leftover": "being written, kept for the next checkpoint, or left by a killed run: the next run removes it",
+        "leftover": "being written, or left by a run that was killed: the next run removes it",
     }
     for one in others:
         yield f"{one.path.name}: {format_size(one.size_bytes)}; {words[one.kind]}"
