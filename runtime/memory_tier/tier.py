@@ -50,6 +50,7 @@ from checkflow.runtime.memory_tier.records import (
     remove,
 )
 from checkflow.runtime.store.parts import Source
+from checkflow.runtime.store.store import sync_folder
 from checkflow.runtime.system import fs, large_pages, mounts, numa
 from checkflow.runtime.system.aligned_memory import map_address
 
@@ -118,11 +119,16 @@ class MemoryTier:
         self._warn(reason)
 
     def mark(self) -> bool:
-        """Write beside the checkpoints where the memory is, once; returns whether it is written."""
+        """Write beside the checkpoints where the memory is, once and durably; returns whether it is written.
+
+        The next run is told to find the memory even where the file system of the checkpoints fails.
+        """
         if self._is_mine and self._unmarked:
             try:
                 with fs.folder(str(self._directory)) as beside:
-                    _publish(beside, self._mark, MARKS.dump_json(Mark(self._token, boot_id())))
+                    data = MARKS.dump_json(Mark(self._token, boot_id()))
+                    fs.publish(self._mark, data, dir_fd=beside, mode=0o600, synced=True)
+                    sync_folder(beside)
             except OSError as error:
                 self._warn(f"{self._directory / self._mark} cannot be written: {error.strerror}")
                 return False
@@ -175,7 +181,7 @@ class MemoryTier:
             )  # fmt: skip
             if len(extra) > _SMALL_BYTES:
                 _refuse_too_much(len(extra))
-            _publish(self._open_folder, f"buffer-{index}.extra", extra)
+            self._publish(f"buffer-{index}.extra", extra)
             data = RECORDS.dump_json(record)
             with self._mutex:
                 self._kept[index] = _Kept(capture.step, capture.plan_digest, capture.by_plan)
@@ -293,7 +299,7 @@ class MemoryTier:
         return self._layouts[id(layout)][1]
 
     def _publish(self, name: str, data: bytes) -> None:
-        _publish(self._open_folder, name, data)
+        fs.publish(name, data, dir_fd=self._open_folder, mode=0o600)
 
 
 def _refuse_too_much(size_bytes: int) -> None:
@@ -307,7 +313,3 @@ def _refuse_too_much(size_bytes: int) -> None:
             f"{format_size(size_bytes)} are more than half of the {format_size(free_bytes)} that are free in "
             f"{records.ROOT} (--shm-size gives a container more)"
         )
-
-
-def _publish(folder: int, name: str, data: bytes) -> None:
-    fs.publish(name, data, dir_fd=folder, mode=0o600)

@@ -96,9 +96,10 @@ def open_new(name: str, *, dir_fd: int, mode: int = MODE) -> int:
     return pass_by(os.open(name, _NEW, mode, dir_fd=dir_fd))
 
 
-def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:
-    """Replace a small file, whole or not at all if the process dies; not synced. IrregularError names a directory in
-    the way.
+def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE, synced: bool = False) -> None:
+    """Replace a small file, whole or not at all if the process dies. IrregularError names a directory in the way.
+
+    ``synced``: its bytes are on the disk before it gets its name, which the caller makes durable.
     """
     draft = f".{name.lstrip('.')}.tmp"
     make_way(draft, name, dir_fd=dir_fd)
@@ -106,6 +107,8 @@ def publish(name: str, data: bytes, *, dir_fd: int, mode: int = MODE) -> None:
         fd = open_new(draft, dir_fd=dir_fd, mode=mode)
         try:
             write_all(fd, memoryview(data), 0)
+            if synced:
+                fsync(fd)
         finally:
             close(fd)
         rename(draft, name, dir_fd=dir_fd)

@@ -27,7 +27,7 @@ from checkflow.runtime.persist.saver import Saving
 from checkflow.runtime.persist.writer import Writer
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
-from tests.faults.mounting import in_namespace
+from tests.faults.mounting import ROOT, in_namespace, need_mount, why_not
 from tests.support import jobs
 from tests.support.dead_jobs import (
     PER_EPOCH,
@@ -133,6 +133,44 @@ def test_storage_that_is_away_at_the_end_gives_nothing_up(tmp_path: Path, monkey
     assert fs.read_small is read
     with resume(tmp_path) as checkpointer:
         assert checkpointer.resumed_from == 2 * PER_EPOCH
+
+
+@pytest.mark.parametrize("failure", ["fail_read_only", "cut_power"])
+def test_a_file_system_that_fails_does_not_lose_the_mark(tmp_path: Path, failure: str) -> None:
+    """The machine goes on. What the job said that the next run saves, the next run saves."""
+    need_mount(why_not("ext4"))
+    script = f"""
+import pathlib
+from checkflow import api
+from checkflow.core import plan as plans
+from checkflow.core.errors import StorageError
+from tests.faults.mounting import Image
+from tests.support.dead_jobs import PER_EPOCH, newest_on_storage, resume, train
+from tests.support.waiting import wait_for
+api.check_plan = plans.validate  # a random plan obeys no link
+image = Image("ext4", pathlib.Path({str(tmp_path)!r}))
+directory = image.target / "checkpoints"
+image.mount("errors=remount-ro")
+try:
+    with resume(directory, every=1) as checkpointer:
+        for epoch in checkpointer.epochs(2):
+            train(checkpointer)
+            if not epoch:
+                wait_for(lambda: newest_on_storage(directory))
+                image.{failure}()
+except StorageError as error:
+    assert "stays in this machine's memory: the next run here saves it" in str(error), error
+else:
+    raise AssertionError("nothing has failed")
+image.unmount()
+image.mount()  # which recovers the journal
+with resume(directory, every=1) as checkpointer:
+    assert checkpointer.resumed_from == 2 * PER_EPOCH, checkpointer.resumed_from
+"""
+    done = subprocess.run(
+        in_namespace(sys.executable, "-c", script), capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_record_that_is_just_being_made_is_removed_when_its_plan_is_refuted(
@@ -254,7 +292,7 @@ print("step", report["lag"]["captured_step"])
 """
     done = subprocess.run(
         in_namespace("sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, script),
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3],
+        capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "captures in host memory end with the process" in done.stderr
@@ -264,15 +302,15 @@ print("step", report["lag"]["captured_step"])
 
 
 def test_shared_memory_that_fills_up_later_costs_records_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish, calls = tier_module._publish, []
+    publish, calls = fs.publish, []
 
-    def full(folder: int, name: str, data: bytes) -> None:
+    def full(name: str, data: bytes, **more: Any) -> None:
         if name.endswith(".extra") and len(calls) > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         calls.append(name)
-        publish(folder, name, data)
+        publish(name, data, **more)
 
-    monkeypatch.setattr(tier_module, "_publish", full)
+    monkeypatch.setattr(fs, "publish", full)
     with resume(tmp_path, every=1) as checkpointer:
         for _ in checkpointer.epochs(2):
             train(checkpointer)
