@@ -178,19 +178,21 @@ def find_left(directory: Path, wait_seconds: float = 0.0, name: str = MARK) -> P
         with fs.folder(str(path)) as folder:
             if (reason := distrust_of(folder)) is not None:
                 raise StorageError(f"{path} {reason}")
-            end = time.monotonic() + wait_seconds
-            while not is_free(folder):
-                if time.monotonic() >= end:
-                    raise LockedError(f"{path} is in use by {_user_of(folder)}: stop it first")
-                time.sleep(_RETRY_SECONDS)
             owner = understood(path / OWNER, OWNERS, read_kept(folder, OWNER, MOST_BYTES))
-            if not owner.is_of(directory):
+            if not owner.is_of(directory):  # first: this may be a copy of a directory whose job lives
                 if os.path.realpath(directory) != owner.directory:
-                    raise StorageError(f"{path} is of the checkpoints in {owner.directory}")
+                    raise StorageError(
+                        f"{path} is of the checkpoints in {owner.directory}, of which this directory is a copy"
+                    )
                 raise StorageError(
                     f"{path} is of another directory that was at {directory} before: where that is gone for good, "
                     f"delete {path}, or a later job will"
                 )
+            end = time.monotonic() + wait_seconds
+            while not is_free(folder):
+                if time.monotonic() >= end:
+                    raise LockedError(f"{path} is in use by {_user_of(owner.pid)}: stop it first")
+                time.sleep(_RETRY_SECONDS)
     except PermissionError:
         raise StorageError(f"{path} is another user's") from None
     return path
@@ -282,12 +284,8 @@ def distrust_of(folder: int) -> str | None:
     return None
 
 
-def _user_of(folder: int) -> str:
-    """Who uses a folder, for messages."""
-    try:
-        pid = OWNERS.validate_json(read_kept(folder, OWNER, MOST_BYTES)).pid
-    except (OSError, CorruptCheckpointError, ValidationError):  # it still holds the lock
-        pid = 0
+def _user_of(pid: int) -> str:
+    """Who uses a folder, for messages; 0: unknown."""
     return f"process {pid}, or one that it left behind" if pid else "another process"
 
 

@@ -154,7 +154,7 @@ def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
             fs.flock(fd)
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise LockedError(f"{path.parent} is being written by {_holder(fd)}; stop it first") from None
+                raise LockedError(_refusal(fd, path.parent)) from None
             time.sleep(_RETRY_SECONDS)
         except OSError as error:
             missing = error.errno in _NO_LOCKS
@@ -162,6 +162,16 @@ def _acquire(fd: int, path: Path, wait_seconds: float) -> None:
             raise StorageError(f"cannot lock the checkpoint directory {path.parent}: {reason}") from error
         else:
             return
+
+
+def _refusal(fd: int, directory: Path) -> str:
+    """Why a directory cannot be locked whose lock file, open here, another process has locked."""
+    if os.fstat(fd).st_nlink > 1:
+        return (
+            f"{directory} shares its files with another directory (cp -l makes such copies), and {_holder(fd)} writes "
+            "in one of the two: stop it first, or copy without -l"
+        )
+    return f"{directory} is being written by {_holder(fd)}; stop it first"
 
 
 def _sign(fd: int, path: Path) -> None:

@@ -26,6 +26,7 @@ from checkflow.runtime.memory_tier import orphans, records, recovery
 from checkflow.runtime.memory_tier.records import LIFE, MARK, MOST_BYTES, OWNER
 from checkflow.torture.campaign import Campaign, Torture
 from tests.support.dead_jobs import (
+    PER_EPOCH,
     folder_of,
     kept_in,
     killed,
@@ -63,6 +64,25 @@ def test_a_copy_of_the_directory_takes_nothing(tmp_path: Path, caplog: pytest.Lo
     assert f"is of the checkpoints in {directory}" in caplog.text
     with resume(directory) as checkpointer:
         assert checkpointer.resumed_from == 7
+
+
+def test_a_copy_starts_while_the_original_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its mark names the memory of the original, which is in use."""
+    directory, copy = tmp_path / "checkpoints", tmp_path / "copy"
+    with resume(directory, every=1) as original:
+        for epoch in original.epochs(2):
+            train(original)
+            if epoch:
+                continue
+            original._saving.writer.wait_until_at_most(0)
+            shutil.copytree(directory, copy)
+            assert (copy / MARK).exists()
+            kept, caplog.records[:] = kept_in(directory), []
+            with resume(copy) as checkpointer:
+                assert checkpointer.resumed_from == newest_on_storage(copy)
+            assert f"is of the checkpoints in {directory}, of which this directory is a copy" in caplog.text
+            assert kept_in(directory) == kept
+    assert newest_on_storage(directory) == 2 * PER_EPOCH
 
 
 def test_a_copy_in_the_place_of_the_directory_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -246,6 +246,26 @@ def test_a_lock_file_that_was_deleted_is_made_anew(directory: Path) -> None:
     new_store(directory, "other").close()
 
 
+def test_a_copy_with_hard_links_is_refused_as_such(directory: Path) -> None:
+    """It has the original's lock file, and its checkpoints' files."""
+    copies = {how: directory.with_name(how.__name__) for how in (os.link, shutil.copy2)}
+    with new_store(directory) as store:
+        commit(store, 1, 1)
+        for how, copy in copies.items():
+            shutil.copytree(directory, copy, copy_function=how)
+        with pytest.raises(LockedError) as caught:
+            new_store(copies[os.link], "copy")
+        assert f"{copies[os.link]} shares its files with another directory (cp -l makes such copies)" in str(
+            caught.value
+        )
+        assert str(caught.value).endswith("stop it first, or copy without -l")
+        with new_store(copies[shutil.copy2], "copy") as other:
+            commit(other, 2, 2)
+    with new_store(copies[os.link], "copy") as other:
+        commit(other, 2, 3)
+    assert [newest(one) for one in (directory, *copies.values())] == [(1, 1), (2, 3), (2, 2)]
+
+
 def test_who_lost_the_lock_to_another_touches_nothing_of_it(directory: Path) -> None:
     with new_store(directory) as first:
         commit(first, 1, 1)
