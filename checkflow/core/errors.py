@@ -71,7 +71,15 @@ class VoidCheckpointError(MissingShardsError):
 
 
 class CorruptCheckpointError(StorageError):
-    """A checkpoint is damaged; the message names the file."""
+    """A checkpoint is damaged; the message names the file.
+
+    Attributes:
+        block: a file's name, and the number of its block that does not match its checksum; None: another fault.
+    """
+
+    def __init__(self, message: str, block: tuple[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.block = block
 
 
 class ReportError(CheckflowError):

@@ -118,6 +118,11 @@ class Chair:
             start = replace(start, stage="restore", step=step, run_id=run_id, pipelined=len(names) > 1)
             self._board = replace(self._board, start=start)
 
+    def settle(self) -> None:
+        """The damaged version that a refusal speaks of is set aside, or was found whole."""
+        if self._board.refusal is not None:
+            self._board = replace(self._board, refusal=replace(self._board.refusal, settled=True))
+
     def open(self, step: int, now: float, patience_seconds: float | None = None) -> int:
         """Open an attempt to write a version; returns its number. An open one before it has failed.
 

@@ -154,6 +154,21 @@ class Council:
             return error if str(cause) == str(error) else cause
         return error
 
+    def settle(self) -> None:
+        """Rank 0: the damaged version is set aside, or was found whole. The others' :meth:`await_settled` returns."""
+        self._tell(lambda member, chair, now: None if chair is None else chair.settle())
+
+    def await_settled(self, wait_seconds: float) -> None:
+        """Another rank, before it ends: a launcher ends all ranks as soon as one has, and rank 0 would set nothing
+        aside.
+        """
+
+        def settled() -> bool:
+            refusal = self.view.refusal
+            return (refusal is not None and refusal.settled) or 0 in self.view.silent
+
+        self._wait_quietly(settled, wait_seconds)
+
     def tell_best(self, best: tuple[tuple[int, float], ...]) -> None:
         """Rank 0, in ``choose``: the best ranked checkpoints, by step and metric."""
         self._tell(lambda member, chair, now: None if chair is None else chair.tell_best(best))

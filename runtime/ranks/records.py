@@ -61,12 +61,21 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An error that one rank has met and all are to raise. ``kind``: the class of checkflow/core/errors.py."""
+    """An error that one rank has met and all are to raise.
+
+    Attributes:
+        kind: the class of checkflow/core/errors.py.
+        file: that is damaged, and the number of the block; "": it is another error, or the block is not known.
+        settled: whether rank 0 has set the damaged version aside, or has found it whole.
+    """
 
     __pydantic_config__ = STRICT
     kind: str
     message: str
     ranks: Many[Rank] = ()
+    file: str = ""
+    block: Count = 0
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from checkflow.core import errors
-from checkflow.core.errors import CheckflowError, MissingShardsError, StorageError
+from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MissingShardsError, StorageError
 from checkflow.runtime.ranks.records import Card, Refusal, Start, StartReport, name_ranks
 
 
@@ -51,7 +51,8 @@ def _disagreement(reports: Mapping[int, StartReport]) -> Refusal | None:
 def refusal_of(error: BaseException, rank: int) -> Refusal:
     """What the other ranks are told of an error."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return Refusal(type(error).__name__, text, (rank,))
+    file, block = getattr(error, "block", None) or ("", 0)
+    return Refusal(type(error).__name__, text, (rank,), file, block)
 
 
 def error_of(refusal: Refusal) -> CheckflowError:
@@ -60,6 +61,8 @@ def error_of(refusal: Refusal) -> CheckflowError:
     message = f"no rank starts: {who}{refusal.message}"
     if refusal.kind == "MissingShardsError":
         return MissingShardsError(message, refusal.ranks)
+    if refusal.kind == "CorruptCheckpointError":
+        return CorruptCheckpointError(message, (refusal.file, refusal.block) if refusal.file else None)
     kind = getattr(errors, refusal.kind, None)
     if isinstance(kind, type) and issubclass(kind, CheckflowError):
         return kind(message)

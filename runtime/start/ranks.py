@@ -16,7 +16,7 @@ import xxhash
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError
 from checkflow.core.state import held_tensors
 from checkflow.runtime.arguments import Arguments
-from checkflow.runtime.format.manifest import names_of_rank
+from checkflow.runtime.format.manifest import EXTRA, Manifest, names_of_rank
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import Start, StartReport, name_ranks
@@ -26,8 +26,9 @@ from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.state.restore import Resumed, as_asked, restore_rank
 from checkflow.runtime.state.stages import held_elsewhere
 from checkflow.runtime.store import retention
-from checkflow.runtime.store.discovery import open_verified, recover, refuse
+from checkflow.runtime.store.discovery import recover, refuse
 from checkflow.runtime.store.files import glance, step_name
+from checkflow.runtime.store.reader import open_checkpoint
 from checkflow.runtime.store.retention import Known, Rules
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
@@ -88,7 +89,7 @@ class RankStart:
         except BaseException as error:
             if isinstance(error, CorruptCheckpointError):
                 self.council.refuse(error)  # before other ranks find the folder gone
-                self._set_aside()
+                self._settle(error)
             if begun:
                 half_restored.mark(job.models, job.optimizers)
                 if isinstance(error, CheckflowError):
@@ -113,8 +114,8 @@ class RankStart:
         )
         try:
             self.council.agree_restored(report, RESTORE_SECONDS)
-        except CorruptCheckpointError:  # where another rank has read
-            self._set_aside()
+        except CorruptCheckpointError as error:  # where another rank has read
+            self._settle(error)
             raise
 
     def _lacks(self, job: Job) -> tuple[str, ...]:
@@ -126,15 +127,36 @@ class RankStart:
         held = {item.name for item in held_tensors(job.models, job.optimizers)}
         return held_elsewhere(named, held, job.models, job.optimizers)[1]
 
-    def _set_aside(self) -> None:
-        """Rank 0: if the version is damaged, the next start takes an older one."""
-        if self.step is None or not isinstance(self.store, Store):
+    def _settle(self, error: CorruptCheckpointError) -> None:
+        """Rank 0 sets a damaged version aside, and the next start takes an older one; the other ranks wait for that."""
+        if not isinstance(self.store, Store):
+            self.council.await_settled(RESTORE_SECONDS)
             return
-        path = self.store.directory / step_name(self.step)
         try:
-            open_verified(path, self.store.trust).close()
+            if self.step is not None:
+                self._set_aside(self.store, self.store.directory / step_name(self.step), error.block)
+        finally:
+            self.council.settle()
+
+    def _set_aside(self, store: Store, path: Path, block: tuple[str, int] | None) -> None:
+        """Unless it is whole: the one block, as all of it may take minutes to read; None: all of it."""
+
+        def narrow(described: Manifest) -> Manifest:
+            if block is None:
+                return described
+            files = {name: entry for name, entry in described.files.items() if name in (block[0], EXTRA)}
+            return dataclasses.replace(described, tensors={}, ties=(), files=files)
+
+        try:
+            with open_checkpoint(path, narrow, trust=store.trust) as checkpoint:
+                if block is None:
+                    checkpoint.verify()
+                else:
+                    checkpoint.verify_block(*block)
         except CorruptCheckpointError as error:
-            refuse(path, error, self.store.set_aside)
+            refuse(path, error, store.set_aside)
+        else:
+            logger.error("%s stays, although a rank has found it damaged: rank 0 reads it whole", path)
 
 
 def open_store(arguments: Arguments) -> Store:

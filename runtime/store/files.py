@@ -101,7 +101,8 @@ def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | Non
     digest.update(out)  # releases the GIL
     if digest.hexdigest() != file.entry.blocks[block]:
         raise CorruptCheckpointError(
-            f"{file.path} is damaged: bytes {begin} to {begin + len(out)} do not match their checksum"
+            f"{file.path} is damaged: bytes {begin} to {begin + len(out)} do not match their checksum",
+            (file.path.name, block),
         )
     return out
 

@@ -301,6 +301,10 @@ class Checkpoint:
         """Verify every byte of every file in several threads, which call ``progress`` with the size of each block."""
         self._verify(self._blocks(), progress)
 
+    def verify_block(self, name: str, block: int) -> None:
+        """Verify one block of a file."""
+        self._verify([(self._file(name), block)])
+
     def verify_rest(self) -> None:
         """:meth:`verify`, except for blocks that were read, and so verified, since opening."""
         self._verify([one for one in self._blocks() if (one[0].path.name, one[1]) not in self._verified])

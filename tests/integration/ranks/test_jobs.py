@@ -258,13 +258,14 @@ def test_intervals_of_plans_are_agreed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_is_damaged_ends_the_start_on_all_ranks(tmp_path: Path, rank: int) -> None:
-    """The next start takes the checkpoint before it."""
+    """Rank 0 sets the checkpoint aside, before the launcher ends it; the next start takes the one before."""
     directory, folder = tmp_path / "all", numbered(tmp_path)
     steps = [run_job(folder(), 2, directory, "fsdp", epochs).last(0, "ended")["step"] for epochs in (1, 2)]
     path = find(directory)[0] / f"model-0000{rank}-of-00002.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    refused = run_job(folder(), 2, directory, "fsdp", 3)
+    refused = run_job(folder(), 2, directory, "fsdp", 3, checks="slowly")
+    assert "set aside as" in refused.printed()
     assert [refused.last(one, "refuses")["kind"] for one in range(2)] == ["CorruptCheckpointError"] * 2
     assert run_job(folder(), 2, directory, "fsdp", 3).last(1, "begins")["step"] == steps[1] - 1 >= steps[0]

@@ -5,7 +5,8 @@ Options: loop=steps (without a loader; loop=marked: by step(); loop=plain: says 
 every ("auto" for none), rank1_every (one rank's), pause (seconds an iteration), grace_seconds, surgery=1 (load other
 weights after the last step), planned=1 (wait for this rank's plan after iteration 8; planned=first: on rank 0 only),
 storage=hangs:3 or fails:3 (for steps after 3, until torchrun restarts it), dies=1:5 (rank 1, as soon as memory has
-step 5; likewise), losses=3,1,2 (the metric "loss" after each epoch, of which the best state is kept).
+step 5; likewise), losses=3,1,2 (the metric "loss" after each epoch, of which the best state is kept), checks=slowly
+(rank 0 reads rank 1's file for longer than any rank needs to end, and not to the end after one has).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 import checkflow
 from checkflow.core.errors import StorageError
+from checkflow.runtime.store import block_reader
 from checkflow.runtime.store.store import Store
 from tests.support.ranks.jobs import is_kept
 from tests.support.ranks.processes import join_group
@@ -111,6 +113,22 @@ def break_storage(how: str, last: int) -> None:
     Store.commit_written = broken  # type: ignore[method-assign]
 
 
+def check_slowly() -> None:
+    """Of rank 0: a block of rank 1 is read only where the other ranks live on, as a launcher ends all when one ends."""
+    read = block_reader.read_block
+
+    def slowly(file: Any, *arguments: Any) -> Any:
+        if file.path.name.startswith("model-00001"):
+            pids = [json.loads(path.read_text().splitlines()[0])["pid"] for path in Path().glob("log-*")]
+            end = time.monotonic() + 5
+            wait_for(lambda: time.monotonic() > end or not all(Path(f"/proc/{pid}").exists() for pid in pids))
+            if time.monotonic() <= end:
+                threading.Event().wait()
+        return read(file, *arguments)
+
+    block_reader.read_block = slowly
+
+
 def batches(
     checkpointer: checkflow.Checkpointer, loader: Any, epochs: int, losses: list[float], loop: str | None
 ) -> Iterator[Any]:
@@ -145,6 +163,8 @@ def main() -> None:
         how, _, last = options["storage"].partition(":")
         break_storage(how, int(last))
     doomed, _, fatal = options.get("dies", "-1:0").partition(":")
+    if rank == 0 and "checks" in options:
+        check_slowly()
     model = wrap(make_model(kind), kind)
     torch.manual_seed(100 if kind == "tp" else 100 + rank)  # ranks of one tensor-parallel group drop alike
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
