@@ -198,6 +198,12 @@ class ResumableLoader(abc.ABC):
         """
         return torch_view(self)
 
+    def dealt_by(self) -> dict[str, Any]:
+        """What decides which samples each rank gets, in words, where the loader deals to the ranks: they must have it
+        alike.
+        """
+        return {}
+
     @abc.abstractmethod
     def _rest_of_epoch(self) -> Iterator[Any]:
         """Notify the listener of each batch when it is asked for and before it is handed out, and move the position."""

@@ -328,6 +328,15 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
             "seed": self.seed,
         }
 
+    def dealt_by(self) -> dict[str, Any]:
+        if self.share.world_size == 1:
+            return {}
+        said = self._identity()
+        return {
+            "number of samples": said.pop("size"), "batch_size": self.batch_size, **said, "tail": self.tail,
+            "number of ranks": self.share.world_size,
+        }  # fmt: skip
+
     def reseeded(self, state: dict[str, Any]) -> dict[str, Any]:
         """A saved state with this loader's seed in place of its own; an epoch that has begun keeps its order."""
         epoch, seed = state["epoch"], state["seed"]

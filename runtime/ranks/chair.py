@@ -184,7 +184,7 @@ class Chair:
             max((card.passed for card in self.cards.values()), default=0),
             self._lead(),
             self._plan_interval(),
-            reports if len(reports) == self.world_size else {},
+            reports if len(reports) == self.world_size and self._board.refusal is None else {},
             tuple(rank for rank, card in sorted(self.cards.items()) if card.left),
             tuple(card.costs for _, card in sorted(self.cards.items()) if card.costs is not None),
         )

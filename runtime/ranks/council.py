@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from checkflow.core.errors import CheckflowError, MissingShardsError, StorageError, VoidCheckpointError
@@ -98,7 +97,7 @@ class Council:
 
         Raises:
             MissingShardsError: a rank did not come, or ended; ``ranks`` names it.
-            MismatchError: the ranks' ``job`` differs.
+            MismatchError: the ranks' ``job`` differs; the message says in what.
             CheckflowError: what another rank has refused with, by the same class.
         """
         self._tell(lambda member, chair, now: member.report(report))
@@ -127,6 +126,7 @@ class Council:
                 assisted = found.number
                 if self.rank:
                     assist(start, found)
+        self._tell(lambda member, chair, now: member.report(StartReport()))  # it was read, and may be long
         return self.view.start
 
     def reclaim(self, run_id: str, dead_run_id: str) -> None:
@@ -137,8 +137,7 @@ class Council:
         """This rank has restored; returns when all have, and their replicas agree. Raises as :meth:`agree_start`."""
         self._tell(lambda member, chair, now: member.report(report))
         self._await_start(lambda: self.view.start.stage == "train" or None, wait_seconds)
-        if report.lacks:  # may be long, and stands on this rank's card
-            self._tell(lambda member, chair, now: member.report(replace(report, lacks=())))
+        self._tell(lambda member, chair, now: member.report(StartReport(restored=True)))
 
     def refuse(self, error: BaseException) -> BaseException:
         """This rank cannot start: all others raise the same. Returns when that is at the meeting place, if it can.

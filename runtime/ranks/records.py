@@ -23,6 +23,7 @@ Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Seconds = Annotated[float, Field(ge=0)]
 Generation = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,80}\z")]
 Ended = Literal["", "committed", "failed", "void"]
+HIDDEN = "#"  # what follows is not for people
 _T = TypeVar("_T")
 
 
@@ -83,7 +84,9 @@ class StartReport:
     """What a rank brings to the start.
 
     Attributes:
-        job: digest of what must be the same on all ranks: arguments and names of the state.
+        job: what must be the same on all ranks that say something of it, by subject. What follows ``HIDDEN`` is a
+            digest: in a value, of what is too long, in a subject, of which ranks mean the same. Empty once it was
+            compared, since it stands on the card.
         kept: what dead ranks have left in this machine's host memory, as JSON. The council does not read it: whoever
             puts it on storage does.
         restored: whether the agreed step is restored here.
@@ -93,7 +96,7 @@ class StartReport:
     """
 
     __pydantic_config__ = STRICT
-    job: str = ""
+    job: Named[str, str] = field(default_factory=dict)
     kept: str = ""
     restored: bool = False
     replicas: Named[str, str] = field(default_factory=dict)

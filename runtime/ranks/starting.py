@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from checkflow.core import errors
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MissingShardsError, StorageError
-from checkflow.runtime.ranks.records import Card, Refusal, Start, StartReport, name_ranks
+from checkflow.runtime.ranks.records import HIDDEN, Card, Refusal, Start, StartReport, name_ranks
+
+_MOST_NAMED = 3  # of what differs
 
 
 def go_on(
@@ -25,10 +27,11 @@ def go_on(
     reports = {rank: card.start for rank, card in sorted(cards.items()) if card.start is not None}
     if len(reports) < world_size:
         return start, None
-    unlike = tuple(rank for rank, report in reports.items() if report.job != reports[0].job)
-    if unlike:
-        message = f"{name_ranks(unlike)} and rank 0 have other arguments or another model: make them the same"
-        return start, Refusal("MismatchError", message, unlike)
+    if start.stage == "reports" and (unlike := _unlike({rank: report.job for rank, report in reports.items()})):
+        said = "; ".join(_differs(*one) for one in unlike[:_MOST_NAMED])
+        more = f"; and {len(unlike) - _MOST_NAMED} more" if len(unlike) > _MOST_NAMED else ""
+        ranks = tuple(sorted({rank for _, by_value in unlike for ranks in by_value.values() for rank in ranks}))
+        return start, Refusal("MismatchError", f"the ranks differ: {said}{more}; make them alike", ranks)
     if start.stage == "restore" and all(report.restored for report in reports.values()):
         return replace(start, stage="train"), _disagreement(reports)
     return start, None
@@ -38,14 +41,31 @@ def _disagreement(reports: Mapping[int, StartReport]) -> Refusal | None:
     """Replicas that differ though they must not, or what no stage holds."""
     if nowhere := set.intersection(*(set(report.lacks) for report in reports.values())):
         return Refusal("MismatchError", f"the checkpoint's {min(nowhere)} is in the job of no rank", tuple(reports))
-    first: dict[str, tuple[int, str]] = {}
-    for rank, report in sorted(reports.items()):
-        for name, digest in sorted(report.replicas.items()):
-            other, known = first.setdefault(name, (rank, digest))
-            if digest != known:
-                message = f"{name} differs between rank {other} and rank {rank}, which must hold the same"
-                return Refusal("MismatchError", message, (other, rank))
+    for name, by_value in _unlike({rank: report.replicas for rank, report in reports.items()}):
+        (first, *_), (other, *_) = list(by_value.values())[:2]
+        message = f"{name} differs between rank {first} and rank {other}, which must hold the same"
+        return Refusal("MismatchError", message, (first, other))
     return None
+
+
+def _unlike(said: Mapping[int, Mapping[str, str]]) -> list[tuple[str, dict[str, tuple[int, ...]]]]:
+    """The subjects of which ranks say different things, with the ranks by what they say. Silence is no difference."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for rank, subjects in sorted(said.items()):
+        for subject, value in subjects.items():
+            by_value = found.setdefault(subject, {})
+            by_value[value] = (*by_value.get(value, ()), rank)
+    return [(subject, by_value) for subject, by_value in found.items() if len(by_value) > 1]
+
+
+def _differs(subject: str, by_value: Mapping[str, tuple[int, ...]]) -> str:
+    """ "the loader's batch_size is 4 on rank 0, 8 on ranks 1 and 2"."""
+    what = subject.partition(HIDDEN)[0]
+    (first, *_), *others = by_value.values()
+    if any(value.startswith(HIDDEN) for value in by_value):
+        unlike = tuple(sorted(rank for ranks in others for rank in ranks))
+        return f"{what} on {name_ranks(unlike)} than on rank {first}".replace("the ", "other ", 1)
+    return f"{what} is " + ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items())
 
 
 def refusal_of(error: BaseException, rank: int) -> Refusal:

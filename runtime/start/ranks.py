@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from checkflow.runtime.format.manifest import EXTRA, Manifest, names_of_rank
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import Start, StartReport, name_ranks
+from checkflow.runtime.start.alike import subjects
 from checkflow.runtime.start.memory import LeftMemory, look, reclaim
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.meshes import RankView
@@ -50,7 +50,6 @@ class RankStart:
     council: Council
     store: Store | SharedStore
     step: int | None
-    report: StartReport
     left: LeftMemory
     ranked: tuple[Known, ...]
     pipelined: bool = False
@@ -109,9 +108,7 @@ class RankStart:
 
     def agree(self, job: Job) -> None:
         """All ranks have restored, and hold the same where they must. Raises what another rank refused with."""
-        report = dataclasses.replace(
-            self.report, restored=True, replicas=replica_digests(job, self.view), lacks=self._lacks(job)
-        )
+        report = StartReport(restored=True, replicas=replica_digests(job, self.view), lacks=self._lacks(job))
         try:
             self.council.agree_restored(report, RESTORE_SECONDS)
         except CorruptCheckpointError as error:  # where another rank has read
@@ -172,7 +169,7 @@ def open_store(arguments: Arguments) -> Store:
 def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
     """Come to the start with all ranks. Rank 0 opens the directory, and finds the newest step."""
     mode, rules = arguments.resume, arguments.rules
-    report = StartReport(_digest_of(arguments, job, council.world_size), names=_names_of(job))
+    report = StartReport(subjects(arguments, job, RankView(council.rank, council.world_size)), names=_names_of(job))
 
     def shared(start: Start) -> SharedStore:
         return SharedStore(arguments.directory, run_id=start.run_id, rules=rules, trust=arguments.trust)
@@ -183,7 +180,7 @@ def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
             dataclasses.replace(report, kept=left.report()),
             assist=lambda start, attempt: left.assist(council, shared(start), attempt, start.dead_run_id),
         )
-        return RankStart(council, shared(start), start.step, report, left, _ranked(start, rules), start.pipelined)
+        return RankStart(council, shared(start), start.step, left, _ranked(start, rules), start.pipelined)
     opened = open_store(arguments)
 
     def choose(reports: Mapping[int, StartReport]) -> int | None:
@@ -201,7 +198,7 @@ def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
     except BaseException:
         opened.close()
         raise
-    return RankStart(council, opened, start.step, report, left, _ranked(start, rules), start.pipelined)
+    return RankStart(council, opened, start.step, left, _ranked(start, rules), start.pipelined)
 
 
 def _ranked(start: Start, rules: Rules) -> tuple[Known, ...]:
@@ -215,14 +212,6 @@ def _choose(store: Store, mode: str | int) -> int | None:
         return glance(path, trust=store.trust).step
 
     return as_asked(store, mode, take, lambda: recover(store.checkpoints(), take, store.set_aside))
-
-
-def _digest_of(arguments: Arguments, job: Job, world_size: int) -> str:
-    """Of what must be the same on all ranks."""
-    said = dataclasses.asdict(dataclasses.replace(arguments, directory=str(Path(arguments.directory).absolute())))
-    optimizers = {name: type(optimizer).__name__ for name, optimizer in job.optimizers.items()}
-    alike = (world_size, sorted(said.items()), sorted(job.models), sorted(optimizers.items()), sorted(job.objects))
-    return hashlib.sha256(repr(alike).encode()).hexdigest()[:32]
 
 
 def _names_of(job: Job) -> str:

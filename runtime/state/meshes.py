@@ -115,6 +115,14 @@ def placements(
     return found
 
 
+def ranks_around(item: StateTensor, placement: Placement) -> tuple[int, ...]:
+    """The ranks that hold a tensor together, parts of it or the same, and so know it by one name."""
+    if not is_distributed(item.held):
+        return placement.holders
+    mesh: Any = item.held.device_mesh  # type: ignore[attr-defined]
+    return tuple(sorted(mesh.mesh.reshape(-1).tolist()))
+
+
 def to_held(record: TensorRecord, placement: Placement, group: int = 0) -> Held:
     """What :func:`checkflow.core.boxes.shares` divides among replicas; ``record`` is of this rank's part."""
     return Held(record.name, placement.box, record.element_bytes, placement.holders, group, record.permutation)

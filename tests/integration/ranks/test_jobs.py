@@ -154,7 +154,7 @@ def test_a_locked_directory_is_refused_on_all_ranks(tmp_path: Path) -> None:
 def test_arguments_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
     job = run_job(tmp_path / "run", 2, tmp_path / "all", "ddp", 1, rank1_every=3)
     for rank in range(2):
-        assert "rank 1 and rank 0 have other arguments" in job.last(rank, "refuses")["message"]
+        assert "the argument every is 1 on rank 0, 3 on rank 1" in job.last(rank, "refuses")["message"]
 
 
 @pytest.mark.slow

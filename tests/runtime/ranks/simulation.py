@@ -173,7 +173,7 @@ class Seat:
         draw, world = self.world.random, self.world
         if world.refusing == self.rank:
             self.tell(lambda member, chair, now: member.refuse(Refusal("LockedError", "locked")))
-        self.tell(lambda member, chair, now: member.report(StartReport("job")))
+        self.tell(lambda member, chair, now: member.report(StartReport({"job": "one"})))
         while (chair := self.rounds.chair) is not None and not chair.overview().reports and not self._refused():
             yield 0.1
         resume = self.resume
@@ -184,7 +184,7 @@ class Seat:
             if self.view.start.step != self.resume:
                 raise BrokenError(f"rank {self.rank} restores {self.view.start.step}, not {self.resume}")
             yield draw.uniform(0, 2)
-            self.tell(lambda member, chair, now: member.report(StartReport("job", restored=True)))
+            self.tell(lambda member, chair, now: member.report(StartReport({"job": "one"}, restored=True)))
         while self.view.start.stage != "train" and not self._refused():
             yield 0.1
         if self._refused():

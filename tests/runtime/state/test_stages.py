@@ -85,7 +85,7 @@ def test_names_of_other_stages(prefix: str) -> None:
 @pytest.mark.parametrize(("lacks", "nowhere"), [((("b",), ("a",)), None), ((("b", "c"), ("a", "c")), "c")])
 def test_what_no_stage_holds_is_refused_on_all_ranks(lacks: tuple[tuple[str, ...], ...], nowhere: str | None) -> None:
     cards = {
-        rank: Card(rank, "g", 1, start=StartReport("job", restored=True, lacks=names))
+        rank: Card(rank, "g", 1, start=StartReport({"job": "one"}, restored=True, lacks=names))
         for rank, names in enumerate(lacks)
     }
     start, refusal = go_on(Start("restore", 3, "run", True), cards, 2, ())

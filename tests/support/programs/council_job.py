@@ -46,8 +46,8 @@ def main(directory: Path, mode: str) -> None:
             error = LockedError("the directory is locked by process 1")
             council.refuse(error)
             raise error
-        step = council.agree_start(StartReport("job"), lambda reports: len(reports)).step or 0
-        council.agree_restored(StartReport("job", restored=True), 30)
+        step = council.agree_start(StartReport({"job": "one"}), lambda reports: len(reports)).step or 0
+        council.agree_restored(StartReport({"job": "one"}, restored=True), 30)
         tell("starts", step=step, generation=council.generation)
         train(council, rank, world_size, step, mode, tell)
     except CheckflowError as error:

@@ -176,9 +176,9 @@ def _lead(council: Council, directory: Path, mode: str | int, rules: Mapping[str
             done = reclaim(store, mode, left, reports, council)
             return max(done, default=None)
 
-        council.agree_start(StartReport("job", left.report()), choose, store.run_id)
+        council.agree_start(StartReport({"job": "one"}, left.report()), choose, store.run_id)
         left.give_back()
-        council.agree_restored(StartReport("job", restored=True), 30)
+        council.agree_restored(StartReport({"job": "one"}, restored=True), 30)
         return done
 
 
@@ -189,9 +189,9 @@ def _follow(council: Council, directory: Path, rank: int) -> Start:
         store = SharedStore(directory, run_id=start.run_id, rules=Rules(), trust=None)
         left.assist(council, store, attempt, start.dead_run_id)
 
-    start = council.agree_start(StartReport("job", left.report()), assist=assist)
+    start = council.agree_start(StartReport({"job": "one"}, left.report()), assist=assist)
     left.give_back()
-    council.agree_restored(StartReport("job", restored=True), 30)
+    council.agree_restored(StartReport({"job": "one"}, restored=True), 30)
     return start
 
 
