@@ -295,9 +295,8 @@ class Store:
             before = glance(self.directory / final, shared=False, trust=self.trust)
             merged = {**retention.read_metrics(before.info), **metrics}
             info: dict[str, Any] = {**before.info, retention.METRICS: retention.write_metrics(merged)}
-            self._known[step] = retention.known(
-                step, info, self._commit_time(step)
-            )  # for this run, even if the exchange fails
+            committed = self._commit_time(step)
+            self._known[step] = retention.known(step, info, committed)  # for this run, even if the exchange fails
             if info == before.info:
                 return
             try:
@@ -476,15 +475,11 @@ def _warn_unpromised(directory: Path, unpromised: str) -> None:
 @functools.cache
 def _refuse_without_rename(directory: Path, mount: Mount) -> None:
     draft = temporary_name(0, f"probe-{secrets.token_hex(8)}")
-    try:
-        mounts.try_rename(str(directory), draft, cleanup.trash_name(draft))
-    except FileNotFoundError:
-        return  # a job that has the lock took it for a leftover: the lock decides
-    except OSError as error:
+    if (fault := mounts.rename_fault(str(directory), draft, cleanup.trash_name(draft))) is not None:
         raise StorageError(
-            f"cannot use the checkpoint directory {directory}: it lies on {mount}, where a folder cannot be made, "
-            f"renamed and removed ({error.strerror}), as commits need: choose one on another file system"
-        ) from error
+            f"cannot use the checkpoint directory {directory}: it lies on {mount}, where no folder can be renamed "
+            f"({fault.strerror}), and every commit renames one: choose a directory on another file system"
+        ) from fault
 
 
 def sync_folder(fd: int) -> bool:

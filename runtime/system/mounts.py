@@ -6,6 +6,7 @@ docs/how-to/places.md has the table. The name comes from mountinfo, since to sta
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ _NFS, _CIFS = ("nfs", "nfs4"), ("cifs", "smb3")
 # Options by which a network file system keeps locks within this machine.
 _LOCAL_LOCKS = {"nolock", "local_lock=flock", "local_lock=all", "localflock", "nobrl"}
 _LOCKING_FUSE = ("fuse.juicefs",)  # by its documentation: other machines see its locks
+_FILE = "file"
+# Of a rename: a full disk, or a running job took the folder for a leftover, and the lock keeps this one out.
+_NOT_OF_THE_MOUNT = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _PLAIN = re.compile(r"[\w./:{}-]{1,100}", re.ASCII)  # a source with other characters may hold a password
 
@@ -61,7 +65,7 @@ def mount_of(path: str | os.PathLike[str]) -> Mount | None:
     real = os.path.realpath(path)
     try:
         device = os.stat(real).st_dev
-        with open(TABLE, encoding="utf-8", errors="surrogateescape") as table:
+        with open(TABLE, encoding="utf-8", errors="surrogateescape", newline="\n") as table:
             lines = table.read().split("\n")  # other separators may stand in names
     except OSError:
         return None
@@ -92,33 +96,30 @@ def file_system(path: str | os.PathLike[str]) -> tuple[str | None, int]:
     return None if found is None else found.kind, size.f_blocks * size.f_frsize
 
 
-def try_rename(directory: str, draft: str, name: str) -> None:
-    """Make a folder with a synced file, rename it and remove it, as commits and retention do.
+def rename_fault(directory: str, draft: str, name: str) -> OSError | None:
+    """Why no folder can be renamed in a directory, as every commit does; None: one can, or it could not be tried.
 
-    Raises:
-        OSError: that does not work here. What can be removed of the folder is removed.
+    Makes, syncs and renames ``draft``, with a small file in it, and removes it.
     """
-    with fs.folder(directory) as root:
-        fs.mkdir(draft, dir_fd=root)
+    with contextlib.suppress(OSError), fs.folder(directory) as root:  # no room, or no right: commits have words for it
         there = draft
         try:
+            fs.mkdir(draft, dir_fd=root)
             with fs.folder(draft, dir_fd=root) as folder:
-                fd = fs.open_new("file", dir_fd=folder)
+                fd = fs.open_new(_FILE, dir_fd=folder)
                 try:
                     fs.write_all(fd, memoryview(b"checkflow"), 0)
                     fs.fsync(fd)
                 finally:
                     fs.close(fd)
-            fs.rename(draft, name, dir_fd=root)
+            try:
+                fs.rename(draft, name, dir_fd=root)
+            except OSError as error:
+                return None if error.errno in _NOT_OF_THE_MOUNT else error
             there = name
-            _remove(root, name)
-        except OSError:
-            with contextlib.suppress(OSError):  # the first error is the one to report
-                _remove(root, there)
-            raise
-
-
-def _remove(root: int, name: str) -> None:
-    with fs.folder(name, dir_fd=root) as folder:
-        fs.unlink("file", dir_fd=folder)
-    fs.rmdir(name, dir_fd=root)
+        finally:
+            with contextlib.suppress(OSError):  # what stays is a leftover, which the next commit removes
+                with fs.folder(there, dir_fd=root) as folder:
+                    fs.unlink(_FILE, dir_fd=folder)
+                fs.rmdir(there, dir_fd=root)
+    return None

@@ -77,9 +77,12 @@ def test_a_mount_above_hides_what_was_mounted_below(table: Path, tmp_path: Path)
 def test_names_with_blanks_and_other_signs(table: Path, tmp_path: Path) -> None:
     odd = tmp_path / "a b\t\\040\u2028c - d"
     odd.mkdir()
+    (tmp_path / "a\rb").mkdir()
     point = str(odd).replace("\\", r"\134").replace(" ", r"\040").replace("\t", r"\011")
     write(table, "/ ext4", f"{point} fuse.rclone w\\040x:")
     assert mount_of(odd) == Mount("fuse.rclone", "w x:", frozenset({"rw", "relatime"}))
+    write(table, "/ ext4", f"{tmp_path}/a\rb nfs4")
+    assert str(mount_of(tmp_path / "a\rb")) == "nfs4 (x)"
     write(table, f"{tmp_path}/a\\040 nfs4")  # a beginning of its name, not a folder above it
     assert mount_of(odd) is None
 
@@ -194,16 +197,32 @@ def test_where_no_folder_is_renamed_no_job_starts(
     with pytest.raises(StorageError) as refused:
         Store(told, run_id="r")
     assert str(refused.value) == (
-        f"cannot use the checkpoint directory {told}: it lies on fuse.rclone (w:b), where a folder cannot be made, "
-        f"renamed and removed ({os.strerror(number)}), as commits need: choose one on another file system"
+        f"cannot use the checkpoint directory {told}: it lies on fuse.rclone (w:b), where no folder can be renamed "
+        f"({os.strerror(number)}), and every commit renames one: choose a directory on another file system"
     )
     assert not any(told.iterdir())  # not even a lock
     assert not caplog.records
 
 
+@pytest.mark.parametrize("call", ["mkdir", "write_all", "fsync", "rename", "unlink"])
+def test_a_full_disk_is_none_of_those(told: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start may free some: by what is deleted, first of all."""
+
+    def full(*args: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    told.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, call, full)
+        store._refuse_without_rename(told, Mount("nfs", "s:/x", frozenset()))
+    with Store(told, run_id="r") as opened:
+        commit(opened, 1)
+    assert sorted(path.name for path in told.iterdir()) == [".lock", "step-00000001"]
+
+
 def test_elsewhere_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    monkeypatch.setattr(mounts, "try_rename", lambda *names: tried.append(names[0]))
+    monkeypatch.setattr(mounts, "rename_fault", lambda *names: tried.append(names[0]))
     Store(tmp_path / "checkpoints", run_id="r").close()
     assert tried == []
 
