@@ -37,7 +37,6 @@ from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.start.memory import reclaim_alone
 from checkflow.runtime.start.ranks import RankStart, open_store, start_rank
 from checkflow.runtime.state.restore import resume_from
-from checkflow.runtime.store.files import run_of, step_name
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 
@@ -125,17 +124,18 @@ def assemble(
         if start is None:
             assert isinstance(store, Store)
             reclaimed, give_back = reclaim_alone(store, arguments.resume)
-            resumed_from, imported = _resume(store, arguments, job, progress, given)
+            resumed_from, imported, run_id = _resume(store, arguments, job, progress, given)
         else:
             reclaimed, give_back = start.reclaimed, start.left.give_back
-            resumed_from, imported = _resume(start, arguments, job, progress, given)
+            resumed_from, imported, run_id = _resume(start, arguments, job, progress, given)
         give_back()
         if arguments.rules.monitor is not None and isinstance(store, Store):
             store.look()  # the best of earlier runs still counts
         saving = Saving(
             store, device, each=asked.every is not None or asked.every_seconds is not None,
             host_buffers=arguments.host_buffers, audit=arguments.audit,
-            base=_base(store, resumed_from), ranks=None if council is None else RankCommit(council, store),
+            base=(NOTHING if resumed_from is None else resumed_from, run_id),
+            ranks=None if council is None else RankCommit(council, store),
             ranked=None if start is None else start.ranked,
         )  # fmt: skip
         undo.callback(saving.close)
@@ -160,15 +160,10 @@ def assemble(
     return Parts(progress, preemption, store, saving, loop, reporter, resumed_from)
 
 
-def _base(store: Store | SharedStore, step: int | None) -> tuple[int, str]:
-    """The step that the job resumed from, and the run that made it."""
-    return (NOTHING, "") if step is None else (step, run_of(store.directory / step_name(step)))
-
-
 def _resume(
     source: Store | RankStart, arguments: Arguments, job: Job, progress: Progress, plan: Plan | None
-) -> tuple[int | None, bool]:
-    """The step that the job resumed from, and whether it was imported weights."""
+) -> tuple[int | None, bool, str]:
+    """The step that the job resumed from, whether it was imported weights, and the run that made it."""
     script, asked = arguments.hyperparameters == "script", hyperparameters.ask(job)
 
     def place(extra: Mapping[str, Any]) -> None:
@@ -185,8 +180,8 @@ def _resume(
     progress.hyperparameters = hyperparameters.record(asked)
     if resumed is None:
         progress.begin_anew()
-        return None, False
+        return None, False, ""
     if not resumed.imported:
         goes_on = hyperparameters.settle(job, asked, resumed.extra, script=script)
         progress.hyperparameters = hyperparameters.record(goes_on)
-    return resumed.extra["iteration"], resumed.imported
+    return resumed.extra["iteration"], resumed.imported, resumed.run_id

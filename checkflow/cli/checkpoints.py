@@ -24,8 +24,9 @@ class ExportFormat(enum.StrEnum):
     DCP = "dcp"
 
 
-def ls(directory: Where = ".", as_json: options.Json = False) -> None:
-    """List the checkpoints of a directory: steps, sizes, age, and whether each can be restored.
+def ls(directory: Where = ".", as_json: options.Json = False) -> int:
+    """List the checkpoints of a directory: steps, sizes, age, and whether each can be restored. Exit code 1 if one
+    cannot.
 
     Reads names, sizes and manifests, not the data: ``verify`` does that.
     """
@@ -39,6 +40,7 @@ def ls(directory: Where = ".", as_json: options.Json = False) -> None:
         print_json(checkpoints_table.listed_json(directory, listed, running, left))
     else:
         print_parts(checkpoints_table.listed_tables(directory, listed, running, left))
+    return DAMAGED if any(one.fault for one in listed if one.kind == "checkpoint") else 0
 
 
 def verify(path: Where = ".", as_json: options.Json = False) -> int:

@@ -61,6 +61,7 @@ class Resumed:
     step: int
     extra: Mapping[str, Any]  # as the checkpointer saved it
     of_this_rank: bytes | None = None  # extra state that this rank alone saved; None: it was not there, or it is rank 0
+    run_id: str = ""  # of the run that made the checkpoint
 
     @property
     def imported(self) -> bool:
@@ -282,7 +283,7 @@ def restore(
         imported.restore_extra(extra["job"], models, optimizers)
         if view is None or not view.rank:
             imported.log(checkpoint.path, extra["job"], models, *given)
-    return Resumed(checkpoint.step, extra, own)
+    return Resumed(checkpoint.step, extra, own, checkpoint.manifest.run_id)
 
 
 def _extra_of(

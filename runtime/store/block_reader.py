@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from checkflow.core.errors import StorageError
 from checkflow.runtime.format.manifest import BLOCK_BYTES
-from checkflow.runtime.store.files import OpenFile, memory_bytes, read_block
+from checkflow.runtime.store.files import NOT_HELD, OpenFile, memory_bytes, read_block
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import scratch
 from checkflow.runtime.system.signals import raised_by_handler
@@ -198,13 +198,12 @@ class Ahead(Watcher):
 
 @contextlib.contextmanager
 def _around_the_cache(blocks: Sequence[Block]) -> Iterator[dict[int, int]]:
-    """Open large files again for direct reads: the new descriptor by the old one."""
+    """Open large files that are held again for direct reads: the new descriptor by the old one."""
     found: dict[int, int] = {}
     try:
         for file in {file.fd: file for file, _ in blocks}.values():
-            if file.entry.size_bytes >= fs.LEAST_DIRECT_BYTES:
-                with contextlib.suppress(OSError):  # refused: reads go through the cache and say what is wrong
-                    found[file.fd] = fs.open_direct(file.fd)
+            if file.fd != NOT_HELD and (fd := fs.open_direct_if_large(file.fd, file.entry.size_bytes)) is not None:
+                found[file.fd] = fd
         yield found
     finally:
         for fd in found.values():

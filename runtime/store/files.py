@@ -1,17 +1,19 @@
 """Opens a checkpoint's files and reads blocks of them, with every check that needs no knowledge of tensors.
 
 Files are opened by name inside the directory, without following links, and must be regular and of the manifest's size.
-The manifest stays open under a shared lock (:func:`.lock.share`), so that retention leaves the checkpoint alone.
+They stay open, up to ``MOST_HELD``. The manifest always does, under a shared lock (:func:`.lock.share`), so that
+retention leaves the checkpoint alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import xxhash
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, StorageError
-from checkflow.core.small_files import IrregularError
+from checkflow.core.small_files import IrregularError, refuse_irregular
 from checkflow.runtime.format.layout import MAX_HEADER_BYTES
 from checkflow.runtime.format.manifest import (
     BLOCK_BYTES,
@@ -36,6 +38,8 @@ from checkflow.runtime.store.lock import share
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import no_collection
 
+MOST_HELD = 64  # files of a checkpoint that stay open. Where it has more, each is opened when some of it is read
+NOT_HELD = -1
 REPLACED = ".replaced-"  # before the name of a checkpoint that is just being exchanged for a new one
 _EXCHANGED_TRIES, _EXCHANGED_SECONDS = 50, 0.02
 _STEP = re.compile(r"step-([0-9]{8,19})", re.ASCII)
@@ -60,9 +64,42 @@ class OwnerCheck(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
+    """A file of an open checkpoint.
+
+    Attributes:
+        fd: its descriptor, or ``NOT_HELD``: it is opened by its name in ``folder`` for each read (:func:`reading`).
+    """
+
     path: Path
     fd: int
     entry: FileEntry
+    folder: int = NOT_HELD
+    trust: OwnerCheck | None = None
+
+
+@contextlib.contextmanager
+def reading(file: OpenFile) -> Iterator[int]:
+    """A descriptor of the file: its own, or one for this block.
+
+    Raises:
+        ForeignError: another user may have written what has its name now.
+        CorruptCheckpointError: it is missing, no regular file, or of another size.
+        StorageError: it cannot be opened, or the checkpoint was deleted meanwhile.
+    """
+    if file.fd != NOT_HELD:
+        yield file.fd
+        return
+    try:
+        fd, size = _open_regular(file.folder, file.path, file.trust, passing=True)
+    except CorruptCheckpointError:
+        if not _is_at(file.folder, file.path.parent):
+            raise StorageError(f"cannot read {file.path}: the checkpoint was deleted meanwhile") from None
+        raise
+    try:
+        _refuse_size(file.path, size, file.entry)
+        yield fd
+    finally:
+        fs.close_quietly(fd)
 
 
 class StoredTensor(NamedTuple):
@@ -84,15 +121,18 @@ def memory_bytes(file: OpenFile, block: int) -> int:
 
 
 def read_block(file: OpenFile, block: int, memory: memoryview, direct: int | None = None) -> memoryview:
-    """Read a block into memory and return its bytes, verified; ``direct``: a descriptor for page-aligned
-    direct reads.
+    """Read a block into memory and return its bytes, verified; ``direct``: a descriptor for page-aligned direct reads,
+    of a file that is held.
     """
     begin, out = block * BLOCK_BYTES, memory[: block_bytes(file, block)]
     try:
-        count = 0
-        if direct is not None:
-            count = min(len(out), fs.read_pages(direct, memory[: memory_bytes(file, block)], begin))
-        count += fs.read_all(file.fd, out[count:], begin + count)
+        with reading(file) as fd, contextlib.ExitStack() as ends:
+            if file.fd == NOT_HELD and (direct := fs.open_direct_if_large(fd, file.entry.size_bytes)) is not None:
+                ends.callback(fs.close_quietly, direct)
+            count = 0
+            if direct is not None:
+                count = min(len(out), fs.read_pages(direct, memory[: memory_bytes(file, block)], begin))
+            count += fs.read_all(fd, out[count:], begin + count)
     except OSError as error:
         raise StorageError(f"cannot read {file.path}: {error.strerror}") from error
     if count != len(out):
@@ -179,27 +219,11 @@ def whole(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def open_all(
-    path: Path, *, passing: bool = False, shared: bool = True, trust: OwnerCheck | None = None
-) -> tuple[Manifest, dict[str, OpenFile]]:
-    """Open the manifest and all files of a checkpoint; types and sizes are checked.
-
-    Args:
-        passing: whether forked children close them.
-        shared: False: take no lock, so retention may delete the checkpoint.
-    """
-
-    def look(data: bytes) -> tuple[Manifest, Mapping[str, FileEntry]]:
-        manifest = _parse_manifest(data, path)
-        return manifest, manifest.files
-
-    return _open(path, look, trust, passing=passing, shared=shared)
-
-
 def open_files(
     path: Path, narrow: Narrow, *, early: bool, trust: OwnerCheck | None
 ) -> tuple[Callable[[], Manifest], dict[str, OpenFile]]:
-    """Open the files as :func:`open_all` does; returns a function that gives the manifest, and the files.
+    """Open the manifest and all files of a checkpoint, whose types and sizes are checked; returns a function that gives
+    the manifest, and the files.
 
     Args:
         narrow: selects part of the manifest; files that it leaves out are not opened. Not with ``early``.
@@ -216,12 +240,16 @@ def open_files(
 
 
 def _open(
-    path: Path, look: _Look[_Looked], trust: OwnerCheck | None, *, passing: bool = False, shared: bool = True
+    path: Path, look: _Look[_Looked], trust: OwnerCheck | None, *, only_look: bool = False, shared: bool = True
 ) -> tuple[_Looked, dict[str, OpenFile]]:
+    """Open the files, or ``only_look`` at them: then forked children close the manifest.
+
+    Not ``shared``: take no lock, so retention may delete the checkpoint.
+    """
     for tries in range(1, _EXCHANGED_TRIES + 1):
         # Deleting starts with a rename. A lock on a checkpoint that stays only keeps others from reading.
         try:
-            return _open_there(path, look, trust, passing=passing, shared=shared and tries < _EXCHANGED_TRIES)
+            return _open_there(path, look, trust, only_look=only_look, shared=shared and tries < _EXCHANGED_TRIES)
         except _GoneError as error:
             gone = error
             # It is being exchanged for another of the same step (two renames), or it is gone for good.
@@ -232,7 +260,7 @@ def _open(
 
 
 def _open_there(
-    path: Path, look: _Look[_Looked], trust: OwnerCheck | None, *, passing: bool, shared: bool
+    path: Path, look: _Look[_Looked], trust: OwnerCheck | None, *, only_look: bool, shared: bool
 ) -> tuple[_Looked, dict[str, OpenFile]]:
     opened: dict[str, OpenFile] = {}
     try:
@@ -246,24 +274,50 @@ def _open_there(
     try:
         if trust is not None:
             trust.check(path, os.fstat(folder))
-        data, opened[MANIFEST] = _open_manifest(folder, path, trust, passing=passing, shared=shared)
+        data, opened[MANIFEST] = _open_manifest(folder, path, trust, passing=only_look, shared=shared)
         looked, entries = look(data)
+        held = not only_look and len(entries) <= MOST_HELD
         for name, entry in entries.items():
-            fd, size = _open_regular(folder, path / name, trust, passing=passing)
-            opened[name] = OpenFile(path / name, fd, entry)
-            if size != entry.size_bytes:
-                raise CorruptCheckpointError(f"{path / name} has {size} bytes instead of {entry.size_bytes}")
+            if held:
+                fd, size = _open_regular(folder, path / name, trust, passing=False)
+                opened[name] = OpenFile(path / name, fd, entry)
+            else:
+                size = _look_at(folder, path / name, trust)
+                opened[name] = OpenFile(path / name, NOT_HELD, entry, folder, trust)
+            _refuse_size(path / name, size, entry)
     except BaseException:
         close_all(opened)
         raise
     finally:
-        fs.close_quietly(folder)
+        if all(file.folder == NOT_HELD for file in opened.values()):  # else close_all does
+            fs.close_quietly(folder)
     return looked, opened
 
 
 def close_all(opened: Mapping[str, OpenFile]) -> None:
-    for file in opened.values():
-        fs.close_quietly(file.fd)
+    for fd in {fd for file in opened.values() for fd in (file.fd, file.folder)} - {NOT_HELD}:
+        fs.close_quietly(fd)
+
+
+def _refuse_size(path: Path, size: int, entry: FileEntry) -> None:
+    if size != entry.size_bytes:
+        raise CorruptCheckpointError(f"{path} has {size} bytes instead of {entry.size_bytes}")
+
+
+def _look_at(folder: int, path: Path, trust: OwnerCheck | None) -> int:
+    """The size of a regular file in an open directory, which is not opened."""
+    try:
+        found = fs.status(path.name, dir_fd=folder)
+        refuse_irregular(found.st_mode)
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{path} is missing") from None
+    except IrregularError as error:
+        raise CorruptCheckpointError(f"{path}: {error.strerror}") from None
+    except OSError as error:
+        raise StorageError(f"cannot look at {path}: {error.strerror}") from error
+    if trust is not None:
+        trust.check(path, found)
+    return found.st_size
 
 
 def _open_regular(folder: int, path: Path, trust: OwnerCheck | None = None, *, passing: bool) -> tuple[int, int]:
@@ -354,11 +408,16 @@ def has_manifest(path: Path) -> bool:
 
 
 def glance(path: Path, *, shared: bool = True, trust: OwnerCheck | None = None) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, with the right sizes; their bytes are not read.
+    """The manifest of a checkpoint whose files are all there, with the right sizes; they are not opened.
 
     Not ``shared``: without a lock, for the one writer; a loader worker forked just then would keep the lock.
     """
-    manifest, opened = open_all(path, passing=True, shared=shared, trust=trust)
+
+    def look(data: bytes) -> tuple[Manifest, Mapping[str, FileEntry]]:
+        manifest = _parse_manifest(data, path)
+        return manifest, manifest.files
+
+    manifest, opened = _open(path, look, trust, only_look=True, shared=shared)
     close_all(opened)
     return manifest
 

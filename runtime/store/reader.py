@@ -1,7 +1,8 @@
 """Opens, reads and verifies checkpoints. Damaged bytes are never handed out.
 
 Every block is compared with its checksum after it was read into memory. Nothing is mapped, so a shrinking file is an
-error and not a signal. All files stay open, so a checkpoint that is deleted meanwhile stays readable.
+error and not a signal. Files stay open (up to ``files.MOST_HELD``), so a checkpoint that is deleted meanwhile stays
+readable.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from checkflow.runtime.store.files import (
     open_files,
     parse_header,
     read_header,
+    reading,
     whole,
 )
 from checkflow.runtime.store.trust import Trust
@@ -435,12 +437,13 @@ def _glimpse(file: OpenFile) -> bytes | None:
     """The header of a safetensors file with its length, not verified; None: unreadable, or longer than a block."""
     room, prefix = min(file.entry.size_bytes, BLOCK_BYTES) - 8, bytearray(8)
     try:
-        if room < 0 or fs.read_all(file.fd, memoryview(prefix), 0) < 8:
-            return None
-        if (length := int.from_bytes(prefix, "little")) > room:
-            return None
-        text = bytearray(length)
-        count = fs.read_all(file.fd, memoryview(text), 8)
+        with reading(file) as fd:
+            if room < 0 or fs.read_all(fd, memoryview(prefix), 0) < 8:
+                return None
+            if (length := int.from_bytes(prefix, "little")) > room:
+                return None
+            text = bytearray(length)
+            count = fs.read_all(fd, memoryview(text), 8)
     except OSError:
         return None
     return bytes(prefix + text) if count == length else None

@@ -38,7 +38,8 @@ logger = logging.getLogger("checkflow")
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 #: For so long a reader's lock keeps what is to be deleted, from when that was first wanted: some 600 GB at 1 GB/s. Who
-#: still reads then has all files open, and goes on; over a network it may get an error that says so.
+#: still reads then has all files open (unless they are more than ``files.MOST_HELD``), and goes on; else, and over a
+#: network, it may get an error that says so.
 READER_SECONDS = 600.0
 
 

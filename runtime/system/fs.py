@@ -164,6 +164,16 @@ def open_direct(fd: int) -> int:
     return pass_by(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | flag))
 
 
+def open_direct_if_large(fd: int, size_bytes: int) -> int | None:
+    """:func:`open_direct`; None: the file is small, or it is refused, and reads through the cache say what is wrong."""
+    if size_bytes < LEAST_DIRECT_BYTES:
+        return None
+    try:
+        return open_direct(fd)
+    except OSError:
+        return None
+
+
 def open_claimed(name: str, *, dir_fd: int) -> int:
     """An existing file to lock for oneself: over a network that takes the right to write.
 
@@ -297,6 +307,11 @@ def entries(fd: int) -> Iterator[tuple[str, os.stat_result]]:
 def folder_names(path: str) -> list[str]:
     """The names in a directory, sorted."""
     return sorted(os.listdir(path))
+
+
+def status(name: str, *, dir_fd: int) -> os.stat_result:
+    """An entry's status; no link is followed."""
+    return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
 
 
 def exists(name: str, *, dir_fd: int) -> bool:

@@ -24,7 +24,7 @@ from checkflow.runtime.system.aligned_memory import address_of
 
 CALLS = (
     "open_folder", "make_folders", "mkdir", "open_new", "open_regular", "open_lock", "flock", "truncate", "pwrite",
-    "preadv", "fsync", "close", "rename", "unlink", "rmdir", "names", "folder_names", "exists",
+    "preadv", "fsync", "close", "rename", "unlink", "rmdir", "names", "folder_names", "exists", "status",
     "link", "move", "flock_shared", "open_claimed", "is_at", "set_direct", "open_direct",
 )  # fmt: skip
 
