@@ -12,14 +12,18 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.api import Checkpointer
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.paths import refuse_url
 from checkflow.integrations.accelerate import refuse_parallelism
 from checkflow.integrations.missing import missing
-from checkflow.runtime.data.adapters.resumable import resumable
+from checkflow.integrations.torch_order import TorchOrderLoader
+from checkflow.runtime.data.adapters.base import iterates_as_torch
+from checkflow.runtime.data.adapters.resumable import of_map_style, resumable
+from checkflow.runtime.data.adapters.stateful import StatefulLoader
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.state.collect import Stateful
 
@@ -107,19 +111,37 @@ class Attached(TrainerCallback):  # type: ignore[misc]
         return result
 
     def get_train_dataloader(self, inner: Callable[[], Any]) -> Any:
-        """The loader as Trainer makes it, before Accelerate takes it apart: checkflow deals to the ranks."""
+        """The loader as Trainer makes it, with the sampler that Accelerate gives it; checkflow deals to the ranks."""
         accelerator = self._trainer.accelerator
-        accelerator.prepare = lambda loader: loader
+        prepare, seen = accelerator.prepare, list[tuple[Any, Any, ResumableLoader | None]]()
+
+        def note(*objects: Any, **keywords: Any) -> Any:
+            before = resumable(objects[0]) if _is_map_style(objects[0]) else None  # Accelerate replaces its sampler
+            prepared = prepare(*objects, **keywords)
+            seen.append((prepared, objects[0], before))
+            return prepared
+
+        accelerator.prepare = note
         try:
             loader = inner()
         finally:
             del accelerator.prepare
-        if isinstance(getattr(loader, "dataset", None), IterableDataset) and accelerator.num_processes > 1:
+        raw, before = next(((raw, before) for prepared, raw, before in seen if prepared is loader), (loader, None))
+        several = accelerator.num_processes > 1
+        if several and isinstance(getattr(raw, "dataset", None), IterableDataset):
             raise UnsupportedError(
                 "iterable-style data is not dealt to several processes: make it map-style (with __len__ and "
                 "__getitem__), or train in one process"
             )
-        self._loader = resumable(loader)
+        if _is_map_style(raw):
+            dropped = getattr(raw.batch_sampler, "drop_last", False)
+            prepared = several and raw is not loader and type(raw.batch_sampler) is BatchSampler
+            evened = prepared and accelerator.even_batches  # by the epoch's first samples
+            order = of_map_style(raw, TorchOrderLoader, tail="drop" if dropped else "pad" if evened else None)
+            order.before = before or resumable(raw)
+            self._loader = order
+        else:
+            self._loader = resumable(raw)
         return self._loader.as_torch()
 
     def get_batch_samples(self, inner: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -220,6 +242,16 @@ class Attached(TrainerCallback):  # type: ignore[misc]
             self._marked = self._trainer.state.global_step
             self.checkpointer.step(self._batches)
             self._batches = 0
+
+
+def _is_map_style(loader: Any) -> bool:
+    """Whether it is torch's over map-style data, and iterates as torch's do."""
+    return (
+        isinstance(loader, TorchDataLoader)
+        and not isinstance(loader, StatefulLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and iterates_as_torch(loader)
+    )
 
 
 class _Progress:

@@ -5,7 +5,7 @@ What was drawn is a part of the loader's state, as far as epochs are concerned t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
@@ -13,6 +13,8 @@ import torch.distributed
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.order import Share
 from checkflow.runtime.data.seeded_dataset import derived_seed
+
+_T = TypeVar("_T")
 
 
 class Seeds(NamedTuple):
@@ -54,7 +56,7 @@ class EpochSeeds:
             if self._seed is not None:
                 return given_seeds(self._seed, epoch)
             drawn = Seeds(self._draw(), self._draw() if self._ordered else 0)
-            self._drawn[epoch] = _agreed(drawn, share)
+            self._drawn[epoch] = agreed(drawn, share)
         return self._drawn[epoch]
 
     def _draw(self) -> int:
@@ -85,7 +87,7 @@ class EpochSeeds:
         self._drawn = {}
 
 
-def _agreed(drawn: Seeds, share: Share) -> Seeds:
+def agreed(drawn: _T, share: Share) -> _T:
     """Rank 0's, if there are several ranks."""
     if share.world_size == 1:
         return drawn

@@ -278,15 +278,19 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         position = self._handed if position is None else position
         share = self.share
         if self.batch_sampler is not None:
-            return BatchSteps(iterate_sampler(self.batch_sampler, seeds.order, self.epoch), share, self.tail, position)
+            return BatchSteps(self._iterate(self.batch_sampler, seeds), share, self.tail, position)
         order: Iterable[Any]
         if self.sampler is not None:
-            order = iterate_sampler(self.sampler, seeds.order, self.epoch)
+            order = self._iterate(self.sampler, seeds)
         elif self.shuffle:
             order = _shuffled(len(self.dataset), seeds.order)
         else:
             order = range(len(self.dataset))
         return SampleSteps(order, self.batch_size or 1, share, self.tail, position)
+
+    def _iterate(self, order: Iterable[Any], seeds: Seeds) -> Iterator[Any]:
+        """What a sampler gives in this epoch."""
+        return iterate_sampler(order, seeds.order, self.epoch)
 
     def _epoch_seeds(self) -> Seeds:
         if self.listener is not None and not self._seeds.known(self.epoch):

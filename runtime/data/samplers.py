@@ -35,6 +35,11 @@ def iterate_sampler(sampler: Iterable[Any], seed: int, epoch: int, *, block: int
                 generator.manual_seed(seed)
         iterator = iter(sampler)
         own = generator_states()
+    yield from in_blocks(iterator, own, block)
+
+
+def in_blocks(iterator: Iterator[Any], own: tuple[Any, ...], block: int) -> Iterator[Any]:
+    """What an iterator gives, drawn from generators with these states, ``block`` at a time."""
     found = [None] * block
     while len(found) == block:
         with generators_kept():

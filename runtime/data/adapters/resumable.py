@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe
@@ -23,6 +23,7 @@ from checkflow.runtime.data.order import Tail
 from checkflow.runtime.data.process_generators import Reseed
 
 logger = logging.getLogger("checkflow")
+_Loader = TypeVar("_Loader", bound=DataLoader)
 
 
 def resumable(
@@ -61,6 +62,7 @@ def resumable(
         UnsupportedError: an iterator that can be used once only, or what is no loader.
         ValueError: an argument that is for map-style data, with another loader.
     """
+    options = {"seed": seed, "reseed": reseed, "rank": rank, "world_size": world_size, "tail": tail}
     if isinstance(loader, ResumableLoader):
         made: ResumableLoader = loader
     elif isinstance(loader, StatefulLoader):
@@ -68,12 +70,13 @@ def resumable(
     elif isinstance(loader, TorchDataLoader):
         plain = iterates_as_torch(loader)
         if plain and not isinstance(loader.dataset, IterableDataset):
-            return _of_map_style(loader, seed=seed, reseed=reseed, rank=rank, world_size=world_size, tail=tail)
+            return of_map_style(
+                loader, DataLoader, seed=seed, reseed=reseed, rank=rank, world_size=world_size, tail=tail
+            )
         made = _of_iterable_style(loader) if plain else SkippingLoader(loader)
     else:
         made = _of_another(loader)
-    given = {"seed": seed, "reseed": reseed, "rank": rank, "world_size": world_size, "tail": tail}
-    if odd := [name for name, value in given.items() if value is not None]:
+    if odd := [name for name, value in options.items() if value is not None]:
         if made is loader:
             raise ValueError(f"{', '.join(odd)}: this {type(loader).__name__} is resumable already; make it with these")
         raise ValueError(f"{', '.join(odd)}: for torch's DataLoader over map-style data, not for {_name(loader)}")
@@ -97,7 +100,8 @@ def _settings(loader: TorchDataLoader[Any]) -> dict[str, Any]:
     }
 
 
-def _of_map_style(loader: TorchDataLoader[Any], **options: Any) -> DataLoader:
+def of_map_style(loader: TorchDataLoader[Any], kind: Callable[..., _Loader], **options: Any) -> _Loader:
+    """torch's loader over map-style data as one of ours, with all its settings."""
     batch_sampler: Any = loader.batch_sampler
     if type(batch_sampler) is BatchSampler:  # torch's own, made by the loader or by the user
         order: dict[str, Any] = {
@@ -109,7 +113,7 @@ def _of_map_style(loader: TorchDataLoader[Any], **options: Any) -> DataLoader:
         order = {"batch_sampler": batch_sampler}
     else:
         order = {"batch_size": None, "sampler": loader.sampler}
-    return DataLoader(loader.dataset, **order, **_settings(loader), **options)
+    return kind(loader.dataset, **order, **_settings(loader), **options)
 
 
 def _of_iterable_style(loader: TorchDataLoader[Any]) -> ResumableLoader:
