@@ -823,6 +823,23 @@ def test_limits_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         store.close()
 
 
+def test_a_job_whose_manifest_would_be_too_large_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 500)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def train() -> None:
+        with Checkpointer(model, optimizer, directory=tmp_path, every=1) as checkpointer:
+            for _ in checkpointer.steps(3):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+
+    assert_refused(train, UnsupportedError, "would have some 8 tensors or parts of tensors")
+    assert not list(tmp_path.glob("**/*.safetensors"))
+
+
 LINEAR = nn.Linear(1, 1)
 SGD = sgd(LINEAR.parameters())
 STEPS: dict[str, tuple[dict[str, Any], str]] = {

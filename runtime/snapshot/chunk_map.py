@@ -15,7 +15,7 @@ from checkflow.core.state import StateTensor, TrainingState
 from checkflow.core.units import format_size
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord, make_layout
 from checkflow.runtime.snapshot.share import RankShare, whole_state
-from checkflow.runtime.store.parts import Source
+from checkflow.runtime.store.parts import Source, refuse_long_list
 
 logger = logging.getLogger("checkflow")
 
@@ -48,6 +48,9 @@ def make_chunk_map(
 
     Args:
         share: which parts of the state this rank copies, if there are several.
+
+    Raises:
+        UnsupportedError: the job has more tensors, or parts of them, than a checkpoint can list.
     """
     parts = whole_state(state) if share is None else share.of(state)
     items = parts.items
@@ -61,6 +64,7 @@ def make_chunk_map(
         shard=rank,
         shards=ranks,
     )
+    refuse_long_list(layout, parts.sources, parts.alike, ranks)
     live = {item.name: item for item in items}
     planned = frozenset() if at_boundary else _planned(plan, live, source)
     others = tuple(item for item in items if item.name not in planned)

@@ -5,17 +5,18 @@ and all that it alone holds.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from checkflow.core.boxes import first_element, shares
+from checkflow.core.boxes import Held, first_element, shares
 from checkflow.core.state import StateTensor, TrainingState, dtype_name, memory_order, optimizer_parameters
 from checkflow.runtime.format.layout import TensorRecord
 from checkflow.runtime.state.meshes import RankView, to_held
-from checkflow.runtime.store.parts import Source, part_records
+from checkflow.runtime.store.parts import Alike, Source, part_records
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Parts:
     Attributes:
         records: of ``items``, without deadlines.
         sources: by the name of a part, what it is of; those that are missing are whole tensors.
+        alike: by the name of a part, for how many of all ranks' it stands.
     """
 
     items: tuple[StateTensor, ...]
     records: tuple[TensorRecord, ...]
     sources: Mapping[str, Source] = field(default_factory=dict)
+    alike: Mapping[str, Alike] = field(default_factory=dict)
 
 
 def whole_state(state: TrainingState) -> Parts:
@@ -58,15 +61,28 @@ class RankShare:
         items: list[StateTensor] = []
         kept: list[TensorRecord] = []
         sources: dict[str, Source] = {}
+        alike: dict[str, Alike] = {}
         for item in state.tensors:
             own = placed[item.name].kind == "own"
+            stands_for = self._alike(held[item.name], own=own)
             parts, of = part_records(item.name, mine.get(item.name, ()), records[item.name], own=own)
             for part in parts:
                 view = _part(item.tensor, first_element(held[item.name], of[part.name].box), part)
                 items.append(dataclasses.replace(item, name=part.name, tensor=view, whole=item.held))
             kept += parts
             sources |= of
-        return Parts(tuple(items), tuple(kept), sources)
+            alike |= dict.fromkeys(of, stands_for)
+        return Parts(tuple(items), tuple(kept), sources, alike)
+
+    def _alike(self, held: Held, *, own: bool) -> Alike:
+        """Of all ranks' parts: what replicas hold alike they divide, and all boxes of a tensor are about as large."""
+        ranks = self.view.world_size
+        if own:
+            return Alike(ranks, ranks)
+        boxes = min(ranks, -(-math.prod(held.box.shape) // max(1, held.box.volume))) or 1
+        if self.view.pipelined:  # other stages hold other tensors, about as many
+            return Alike(-(-ranks // boxes), ranks)
+        return Alike(len(held.holders), len(held.holders) * boxes)
 
     def _groups(self, state: TrainingState) -> dict[str, int]:
         """By state tensor, the number of the optimizer whose step writes it; -1: none."""

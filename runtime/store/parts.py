@@ -11,11 +11,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from checkflow.core.boxes import Box, overlap, part_name, whole
-from checkflow.core.errors import MismatchError, StorageError
+from checkflow.core.errors import MismatchError, StorageError, UnsupportedError
 from checkflow.core.graph import STRICT, Many, Named
+from checkflow.core.units import format_size
 from checkflow.runtime.format import manifest
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord
 from checkflow.runtime.format.manifest import FileEntry, FileName, Manifest, Piece, Size, TensorEntry
@@ -23,6 +26,10 @@ from checkflow.runtime.store.cleanup import remove, temporary_name
 from checkflow.runtime.store.file_writer import Image, write_file, write_files
 from checkflow.runtime.store.store import Store, sync_folder
 from checkflow.runtime.system import fs
+
+_ENTRIES: TypeAdapter[dict[str, TensorEntry]] = TypeAdapter(dict[str, TensorEntry])
+_PIECE: TypeAdapter[Piece] = TypeAdapter(Piece)
+_CHECKSUM_BYTES = 19  # of a block, with its quotes and comma
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,13 @@ class Source:
     tensor: str
     box: Box
     own: bool = False
+
+
+class Alike(NamedTuple):
+    """For how many tensors, and parts of tensors, of all ranks a rank's part stands."""
+
+    tensors: int = 1
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,35 @@ class Gathered:
 
 
 # ----------------------------------------------------------------------------------------------------------- each rank
+
+
+def refuse_long_list(layout: Layout, sources: Mapping[str, Source], alike: Mapping[str, Alike], ranks: int) -> None:
+    """Refuse a version whose manifest would be too large, before anything of it is written.
+
+    Args:
+        layout: of one of ``ranks``, of which the others' are estimated.
+        alike: by the name of a part; those that are missing stand for themselves.
+
+    Raises:
+        UnsupportedError: it would be.
+    """
+    size_bytes = parts = 0
+    for name, placed in layout.tensors.items():
+        source = sources.get(name) or Source(name, whole(placed.record.shape))
+        stands_for = alike.get(name, Alike())
+        piece = Piece(placed.file, placed.key, source.box.offsets, source.box.lengths)
+        entry = TensorEntry(source.box.shape, placed.record.dtype, (), placed.record.permutation)
+        size_bytes += stands_for.tensors * len(_ENTRIES.dump_json({source.tensor: entry}))
+        size_bytes += stands_for.parts * len(_PIECE.dump_json(piece))
+        parts += stands_for.parts
+    blocks = sum(-(-file.size_bytes // manifest.BLOCK_BYTES) for file in layout.files)
+    size_bytes += ranks * blocks * _CHECKSUM_BYTES
+    if size_bytes > manifest.MAX_MANIFEST_BYTES:
+        raise UnsupportedError(
+            f"a checkpoint of this job would have some {parts} tensors or parts of tensors, whose list takes "
+            f"{format_size(size_bytes)}, more than {format_size(manifest.MAX_MANIFEST_BYTES)}: keep them in fewer and "
+            "larger ones, or shard over fewer ranks and replicate between them (HSDP)"
+        )
 
 
 def folder_name(step: int, run_id: str, attempt: str) -> str:

@@ -157,6 +157,16 @@ def test_arguments_that_differ_are_refused_on_all_ranks(tmp_path: Path) -> None:
         assert "the argument every is 1 on rank 0, 3 on rank 1" in job.last(rank, "refuses")["message"]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_more_parts_than_a_version_can_list_are_refused_before_any_is_written(tmp_path: Path, kind: str) -> None:
+    job = run_job(tmp_path / "run", 2, tmp_path / "all", kind, 1, manifest=2000)
+    for rank in range(2):
+        raised = job.last(rank, "raised")
+        assert (raised["kind"], raised["durable"], raised["failed"]) == ("UnsupportedError", None, 0)
+        assert "a checkpoint of this job would have some " in raised["message"]
+    assert not list((tmp_path / "all").glob("**/*.safetensors"))
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_rank_ends_all_at_one_boundary(tmp_path: Path) -> None:
     with rank_job(tmp_path / "run", 3, tmp_path / "all", "fsdp", 400, pause=0.02, every=1000) as job:

@@ -6,7 +6,8 @@ every ("auto" for none), rank1_every (one rank's), pause (seconds an iteration),
 weights after the last step), planned=1 (wait for this rank's plan after iteration 8; planned=first: on rank 0 only),
 storage=hangs:3 or fails:3 (for steps after 3, until torchrun restarts it), dies=1:5 (rank 1, as soon as memory has
 step 5; likewise), losses=3,1,2 (the metric "loss" after each epoch, of which the best state is kept), checks=slowly
-(rank 0 reads rank 1's file for longer than any rank needs to end, and not to the end after one has).
+(rank 0 reads rank 1's file for longer than any rank needs to end, and not to the end after one has), manifest=2000 (its
+limit in bytes).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 import checkflow
 from checkflow.core.errors import StorageError
+from checkflow.runtime.format import manifest
 from checkflow.runtime.store import block_reader
 from checkflow.runtime.store.store import Store
 from tests.support.ranks.jobs import is_kept
@@ -162,6 +164,7 @@ def main() -> None:
     if first and "storage" in options:
         how, _, last = options["storage"].partition(":")
         break_storage(how, int(last))
+    manifest.MAX_MANIFEST_BYTES = int(options.get("manifest", manifest.MAX_MANIFEST_BYTES))
     doomed, _, fatal = options.get("dies", "-1:0").partition(":")
     if rank == 0 and "checks" in options:
         check_slowly()
