@@ -6,6 +6,7 @@ If a step fails, the parts made before are closed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from checkflow.runtime.reporter import Reporter
 from checkflow.runtime.snapshot.program import compile_plan
 from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.start.memory import reclaim_alone
+from checkflow.runtime.start.other_ranks import refuse_loss
 from checkflow.runtime.start.ranks import RankStart, open_store, start_rank
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.shared import SharedStore
@@ -175,7 +177,7 @@ def _resume(
         resumed = resume_from(
             source, arguments.resume, job.models, job.optimizers, job.objects,
             host_tensors=None if plan is None else plan.host_tensors,
-            place=place,
+            place=place, check=functools.partial(refuse_loss, job=job, ranks=1, accepted="ranks" in arguments.accept),
         )  # fmt: skip
     progress.hyperparameters = hyperparameters.record(asked)
     if resumed is None:

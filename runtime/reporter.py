@@ -430,7 +430,7 @@ def _resume_words(report: RunReport, directory: Path) -> str:
     iterations = f"{lost} iteration{'' if lost == 1 else 's'}"
     if report.replayed_exactly:
         again = f"{iterations} {'is' if lost == 1 else 'are'} done again"
-        return f"{resumed}, {again if lost else 'nothing is lost'}"
+        return f"{resumed}, {again if lost else 'no iteration is done again'}"
     # The run was killed, ended by os._exit, or could not write its last report.
     known = f": {iterations} up to its last report, and those since" if lost else ""
     return f"{resumed}, the previous run did not report its end, and what it did after that step is repeated{known}"

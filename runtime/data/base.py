@@ -204,6 +204,12 @@ class ResumableLoader(abc.ABC):
         """
         return {}
 
+    def deals_itself(self, state: Mapping[str, Any]) -> str:
+        """The name of what deals to the ranks in place of checkflow, so that a saved place is of one rank, and means
+        nothing to another number of ranks; "": it means the same to any.
+        """
+        return ""
+
     @abc.abstractmethod
     def _rest_of_epoch(self) -> Iterator[Any]:
         """Notify the listener of each batch when it is asked for and before it is handed out, and move the position."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Generic
 
 import torch
@@ -340,6 +340,10 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
             "number of samples": said.pop("size"), "batch_size": self.batch_size, **said, "tail": self.tail,
             "number of ranks": self.share.world_size,
         }  # fmt: skip
+
+    def deals_itself(self, state: Mapping[str, Any]) -> str:
+        dealt = self._share == Share() and not self._ordered_here and state["position"] > 0
+        return f"its {self._identity()['sampler']}, under rank=0, world_size=1" if dealt else ""
 
     def reseeded(self, state: dict[str, Any]) -> dict[str, Any]:
         """A saved state with this loader's seed in place of its own; an epoch that has begun keeps its order."""

@@ -110,7 +110,8 @@ class Council:
                 self.refuse(error)
                 raise
             self._tell(lambda member, chair, now: None if chair is None else chair.resume(step, run_id))
-        self._await_start(lambda: self.view.start.stage != "reports" or None, 2 * self._start_seconds)
+        # Rank 0 may read much to choose; if it does not come to that, or ends, it is silent or refuses before.
+        self._await_start(lambda: self.view.start.stage != "reports" or None, RECLAIM_SECONDS)
         assisted = 0
         while (start := self.view.start).stage == "reclaim":
 

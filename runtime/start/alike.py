@@ -48,11 +48,11 @@ def subjects(arguments: Arguments, job: Job, view: RankView) -> dict[str, str]:
             # Which gradients belong together follows from it, for wrappers and for scripts that reduce them.
             found[f"the order{of_ranks}{here}"] = HIDDEN + _digest(names)
     for owner, optimizer in job.optimizers.items():
-        names = {id(parameter): name for name, parameter in optimizer_parameters(job.models, optimizer)}
-        groups = [[names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
-        if not any(len(together.get(number, ())) > 1 for number in names):
+        known = {id(parameter): name for name, parameter in optimizer_parameters(job.models, optimizer)}
+        groups = [[known[id(one)] for one in group["params"]] for group in optimizer.param_groups]
+        if not any(len(together.get(number, ())) > 1 for number in known):
             continue  # each rank trains its own parameters, as it likes
-        here = HIDDEN + _digest(sorted(names.values()))
+        here = HIDDEN + _digest(sorted(known.values()))
         found[f"the parameter groups of {owner}{here}"] = HIDDEN + _digest(groups)
         for option, values in _options(optimizer).items():
             found[f"{option} of {owner}{here}"] = _in_words(values[0] if len(set(map(repr, values))) == 1 else values)

@@ -21,9 +21,10 @@ from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.records import Start, StartReport, name_ranks
 from checkflow.runtime.start.alike import subjects
 from checkflow.runtime.start.memory import LeftMemory, look, reclaim
+from checkflow.runtime.start.other_ranks import refuse_loss
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.meshes import RankView
-from checkflow.runtime.state.restore import Resumed, as_asked, restore_rank
+from checkflow.runtime.state.restore import Resumed, as_asked, naming, restore_rank
 from checkflow.runtime.state.stages import held_elsewhere
 from checkflow.runtime.store import retention
 from checkflow.runtime.store.discovery import recover, refuse
@@ -185,7 +186,7 @@ def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
 
     def choose(reports: Mapping[int, StartReport]) -> int | None:
         reclaim(opened, mode, left, reports, council)
-        step = _choose(opened, mode)
+        step = _choose(opened, arguments, job, council.world_size)
         if rules.keep_best:
             known = {one.step: one for one in opened.look() if not isinstance(mode, int) or one.step <= mode}
             best = retention.best(rules, known.values())[: rules.keep_best]
@@ -205,13 +206,17 @@ def _ranked(start: Start, rules: Rules) -> tuple[Known, ...]:
     return tuple(Known(step, metrics={str(rules.monitor): value}) for step, value in start.best)
 
 
-def _choose(store: Store, mode: str | int) -> int | None:
+def _choose(store: Store, arguments: Arguments, job: Job, ranks: int) -> int | None:
     """The step to go on from, as ``resume`` asks. Its bytes are verified by the ranks that read them."""
 
     def take(path: Path) -> int:
-        return glance(path, trust=store.trust).step
+        described = glance(path, trust=store.trust)
+        if described.world_size != ranks:  # rank 0 reads what is compared for all
+            with naming(path), open_checkpoint(path, trust=store.trust) as checkpoint:
+                refuse_loss(checkpoint, job, ranks, accepted="ranks" in arguments.accept)
+        return described.step
 
-    return as_asked(store, mode, take, lambda: recover(store.checkpoints(), take, store.set_aside))
+    return as_asked(store, arguments.resume, take, lambda: recover(store.checkpoints(), take, store.set_aside))
 
 
 def _names_of(job: Job) -> str:

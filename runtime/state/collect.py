@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import array
+import math
 import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from checkflow.core.errors import MismatchError
 from checkflow.core.state import (
     StateTensor,
     TrainingState,
+    closures_repeat,
     collect_state,
     dense_parts,
     held_tensors,
@@ -391,6 +393,31 @@ def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: 
             if values:
                 optimizer.state[parameters[name]].update(values)
     optimizer.state.update(_put_back(saved["others"], saved.get("others_apart", ()), device))
+
+
+def fits(shape: Collection[int], parameter: Collection[int]) -> bool:
+    """Whether optimizer state of this shape may be of a whole parameter: a number, a tensor of its shape, or one that
+    is reduced in some dimensions, as Adafactor's.
+    """
+    return math.prod(shape) == 1 or (
+        len(shape) == len(parameter) and all(here in (1, there) for here, there in zip(shape, parameter, strict=True))
+    )
+
+
+def refuse_unfit_state(
+    name: str, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    """Refuse state that one of torch's optimizers makes in its parameter's shape and that has another, such as a part
+    of it. Raises MismatchError.
+    """
+    parameter = parameters.get(name.partition("/")[2].rpartition(".")[0])
+    if parameter is None or not type(optimizer).__module__.startswith("torch.optim.") or closures_repeat(optimizer):
+        return  # of other classes only they know the shapes, and LBFGS has state of all parameters together
+    if not fits(shape, parameter.shape):
+        raise MismatchError(
+            f"{name} is {list(shape)} in the checkpoint, and its parameter is {list(parameter.shape)}: "
+            f"{type(optimizer).__name__} makes it in the parameter's shape"
+        )
 
 
 def make_lazy_state(

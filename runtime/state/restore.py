@@ -32,6 +32,7 @@ from checkflow.runtime.state.collect import (
     make_lazy_state,
     make_state_by_stepping,
     refuse_extra_mismatch,
+    refuse_unfit_state,
     restore_extra,
     share_lazy_state,
 )
@@ -72,12 +73,15 @@ class Resumed:
 class _Restore:
     """One restore, and whether it, or one before it, has begun to change the job."""
 
-    def __init__(self, job: _Job, place: Callable[[_Extra], None], *, begun: bool) -> None:
-        self.job, self.place, self.begun = job, place, begun
+    def __init__(
+        self, job: _Job, place: Callable[[_Extra], None], check: Callable[[Checkpoint], None], *, begun: bool
+    ) -> None:
+        self.job, self.place, self.check, self.begun = job, place, check, begun
 
     def run(self, checkpoint: Checkpoint) -> Resumed:
         with naming(checkpoint.path):
             try:
+                self.check(checkpoint)
                 return restore(checkpoint, *self.job, place=self.place, begin=self._begin)
             except MismatchError:
                 if not self.begun:
@@ -97,6 +101,7 @@ def resume_from(
     *,
     host_tensors: Collection[str] | None = (),
     place: Callable[[_Extra], None] = lambda extra: None,
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> Resumed | None:
     """Restore what ``Checkpointer(resume=mode)`` asks for; None if the job starts anew.
 
@@ -106,9 +111,10 @@ def resume_from(
     Args:
         place: given the extra state, moves the loop before state is changed, or raises MismatchError. Called again for
             an older checkpoint if a newer one turns out to be damaged.
+        check: called before that with each checkpoint; likewise.
     """
     begun = half_restored.is_marked(models, optimizers)
-    found = _Restore((models, optimizers, objects, host_tensors), place, begun=begun)
+    found = _Restore((models, optimizers, objects, host_tensors), place, check, begun=begun)
     try:
         half_restored.lift(models, optimizers)
         resumed = _resume(store, mode, found)
@@ -245,10 +251,14 @@ def restore(
     else:
         compare(live, boxes, state.ties)
         refuse_extra_mismatch(extra["job"], models, optimizers, objects)
-    place(extra)
-    begin()
     # Once: an optimizer that has not stepped yet lacks state for every parameter.
     parameters = {owner: dict(optimizer_parameters(models, optimizer)) for owner, optimizer in optimizers.items()}
+    for name in sorted(named.keys() - live.keys()):
+        if (owner := name.partition("/")[0]) in optimizers:
+            shape = tuple(checkpoint.manifest.tensors[named[name]].shape)
+            refuse_unfit_state(name, optimizers[owner], parameters[owner], shape)
+    place(extra)
+    begin()
     if makers := _makers(named, live, parameters):
         for owner in makers:
             make_state_by_stepping(optimizers[owner])

@@ -144,6 +144,11 @@ class ForeignLoader(ResumableLoader):
                 generator.set_state(state)
             yield
 
+    @property
+    def _name(self) -> str:
+        """What a user calls the inner loader by."""
+        return str(getattr(self.loader, "__name__", type(self.loader).__name__))
+
     def _identity(self) -> dict[str, Any]:
         """What the position is counted in."""
         return {"way": self.way, "loader": type(self.loader).__name__, "workers": workers_of(self.loader)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +163,9 @@ class SkippingLoader(ForeignLoader):
             "begun": {number: begin for number, begin in self._begun.items() if number >= first},
             "passes": passes,
         }
+
+    def deals_itself(self, state: Mapping[str, Any]) -> str:
+        return self._name if state["position"] > 0 or state.get("passes") else ""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position.

@@ -186,6 +186,7 @@ class _Made:
 
     def __init__(self, make: Callable[..., Iterable[Any]], *, counted: bool) -> None:
         self._make, self._counted = make, counted
+        self.__name__ = getattr(make, "__qualname__", type(make).__name__)
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -194,9 +195,8 @@ class _Made:
     def __iter__(self) -> Iterator[Any]:
         made = self._make(self._epoch) if self._counted else self._make()
         if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
-            name = getattr(self._make, "__qualname__", type(self._make).__name__)
             raise TypeError(
-                f"{name}, which checkflow.resumable was given to make a loader for each epoch, returned "
+                f"{self.__name__}, which checkflow.resumable was given to make a loader for each epoch, returned "
                 f"{_name(made)}, which cannot be iterated"
             )
         return iter(made)

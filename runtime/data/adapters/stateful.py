@@ -280,6 +280,9 @@ class StateLoader(ForeignLoader):
             "again": [[*later, generators] for later, generators in again.items()],
         }
 
+    def deals_itself(self, state: Mapping[str, Any]) -> str:
+        return "" if state.get("inner") is None else self._name
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position.
 

@@ -454,10 +454,10 @@ def test_what_a_kill_costs_is_told_at_the_next_start(tmp_path: Path, caplog: pyt
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        ("at its end", "nothing is lost"),
+        ("at its end", "no iteration is done again"),
         ("by an error", "1 iteration is done again"),
-        ("by a signal", "nothing is lost"),
-        ("without close", "nothing is lost"),
+        ("by a signal", "no iteration is done again"),
+        ("without close", "no iteration is done again"),
         ("by os._exit", "the previous run did not report its end, and what it did after that step is repeated"),
         ("killed", "the previous run did not report its end, and what it did after that step is repeated"),
         ("on a full disk", "the previous run did not report its end, and what it did after that step is repeated"),

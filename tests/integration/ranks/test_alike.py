@@ -71,9 +71,7 @@ DIFFER: dict[str, Callable[[int], dict[str, Any]]] = {
         job(rank, loader=checkflow.DataLoader(data(16), batch_size=2 + rank, shuffle=True, seed=5 + rank))
     ),
     "the argument every is 1 on rank 0, 3 on rank 1": lambda rank: job(rank, every=1 + 2 * rank),
-    "the optimizers is [('optimizer', 'SGD')] on rank 0": lambda rank: renamed(
-        job(rank), ("optimizer", "other")[rank]
-    ),
+    "the optimizers is [('optimizer', 'SGD')] on rank 0": lambda rank: renamed(job(rank), ("optimizer", "other")[rank]),
 }
 
 

@@ -285,3 +285,27 @@ def test_what_an_optimizer_keeps_for_all_parameters_returns_where_it_lay() -> No
     del saved["others_apart"]  # of an earlier release
     restore_extra(extra, {"model": model}, {"optimizer": optimizer}, {})
     assert optimizer.state["all"]["sum"].device.type == "cpu"  # type: ignore[index]
+
+
+class SGD(torch.optim.SGD):
+    """It keeps the first rows of each momentum, as one of several ranks might."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"][:2].clone()
+
+
+def test_state_that_does_not_fit_its_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    """The optimizer makes it only at its first step, so that nothing of the job has its shape."""
+    model = nn.Linear(3, 4)
+    with Checkpointer(model, SGD(model.parameters(), momentum=0.9), directory=tmp_path) as checkpointer:
+        optimizer = checkpointer._job.optimizers["optimizer"]
+        for _ in checkpointer.steps(1):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    other = nn.Linear(3, 4)
+    before = [parameter.detach().clone() for parameter in other.parameters()]
+    with pytest.raises(MismatchError, match=r"optimizer/(weight|bias)\.momentum_buffer is \[2.*SGD makes it in the"):
+        Checkpointer(other, torch.optim.SGD(other.parameters(), momentum=0.9), directory=tmp_path)
+    assert all(map(torch.equal, before, other.parameters()))
