@@ -17,7 +17,7 @@ from checkflow.runtime.state.collect import Stateful
 
 try:
     from accelerate import Accelerator, DistributedType
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise missing("accelerate", error) from None
 
 _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)

@@ -49,7 +49,7 @@ try:
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
     from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise missing("lightning", error) from None
 
 # They change the model, its optimizer or the loop in ways that no state has.

@@ -30,7 +30,7 @@ from checkflow.runtime.state.collect import Stateful
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise missing("transformers", error) from None
 
 logger = logging.getLogger("checkflow")
