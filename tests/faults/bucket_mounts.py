@@ -2,8 +2,8 @@
 
 A real server (SeaweedFS) and real mounts, in namespaces of their own: mounts, processes, network. Each life of the job
 commits several times a second, for longer than retention's rule for such mounts needs; then job and rclone are killed,
-the cache and the machine's memory are thrown away, and the bucket is mounted anew. ``--without-rule`` takes the rule
-away first: nothing is left then. Needs root, /dev/fuse and fuse3.
+the cache and the machine's memory are thrown away, and the bucket is mounted anew. At last one job trains without the
+rule, elsewhere in the bucket: of that nothing is left. Needs root, /dev/fuse and fuse3.
 """
 
 from __future__ import annotations
@@ -200,14 +200,13 @@ def whole_ones(directory: Path) -> list[int]:
     return sorted(one["step"] for one in json.loads(said.getvalue())["checkpoints"] if one["fault"] is None)
 
 
-def lose(folder: Path, number: int) -> dict[str, Any]:
+def lose(folder: Path, number: int, run: str) -> dict[str, Any]:
     """One life and loss, and what a new machine finds."""
     log = folder / f"job-{number}.log"
     with mounted(folder, f"node-{number}") as point, memory_of_its_own():
-        (point / "run").mkdir(exist_ok=True)
-        start, steps = live(point / "run", log)
+        start, steps = live(point / run, log)
     with mounted(folder, f"look-{number}") as point:
-        whole = whole_ones(point / "run") if (point / "run").is_dir() else []
+        whole = whole_ones(point / run) if (point / run).is_dir() else []
     told = [line for line in log.read_text().splitlines() if "lies on fuse.rclone" in line]
     return {"start": start, "acknowledged": steps, "whole": whole, "told": told}
 
@@ -215,19 +214,18 @@ def lose(folder: Path, number: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--losses", type=int, default=5)
-    parser.add_argument("--without-rule", action="store_true")
     asked = parser.parse_args()
-    retention.SETTLE_SECONDS = float("inf") if asked.without_rule else SETTLE_SECONDS
-    if asked.without_rule:
-        retention.settling = lambda complete, settle_seconds: (None, None)
+    retention.SETTLE_SECONDS = SETTLE_SECONDS
     bring_up_loopback()
     torch.set_num_threads(1)
     step_once(nn.Linear(2, 2))  # its imports take seconds, which each forked life would spend
     with tempfile.TemporaryDirectory(prefix="checkflow-bucket-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with server(folder):
-            losses = [lose(folder, number) for number in range(asked.losses)]
-    sys.stdout.write(json.dumps({"losses": losses}))
+            losses = [lose(folder, number, "run") for number in range(asked.losses)]
+            retention.settling = lambda complete, settle_seconds: (None, None)
+            bare = lose(folder, asked.losses, "bare")
+    sys.stdout.write(json.dumps({"losses": losses, "without the rule": bare}))
     return 0
 
 

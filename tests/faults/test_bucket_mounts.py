@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -18,40 +17,31 @@ from tests.faults.mounting import MUST_FUSE, need_mount
 
 ROOT = Path(__file__).parents[2]
 LEAST_COMMITS = 10  # in a life, each of which deletes an older one
-reason = functools.cache(why_not)
-
-
-def losses(*arguments: str) -> list[dict[str, Any]]:
-    """What ``tests/faults/bucket_mounts.py`` finds. Skips where no bucket can be mounted, and fails there in CI."""
-    need_mount(reason(), MUST_FUSE)
-    done = subprocess.run(
-        alone(sys.executable, "-m", "tests.faults.bucket_mounts", *arguments),
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)["losses"]
-    for loss in found:
-        assert len(loss["acknowledged"]) >= LEAST_COMMITS
-        assert len(loss["told"]) == 1
-        assert "which does not promise that a commit outlives this machine, nor that the lock" in loss["told"][0]
-    return found
 
 
 @pytest.mark.slow
-def test_five_losses_leave_a_whole_checkpoint_each() -> None:
+def test_five_losses_leave_a_whole_checkpoint_each_and_without_the_rule_nothing_is_left() -> None:
+    """``tests/faults/bucket_mounts.py``. Skips where no bucket can be mounted, and fails there in CI."""
+    need_mount(why_not(), MUST_FUSE)
+    done = subprocess.run(
+        alone(sys.executable, "-m", "tests.faults.bucket_mounts", "--losses", "5"),
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    losses, bare = found["losses"], found["without the rule"]
+    assert len(losses) == 5
+    for loss in (*losses, bare):
+        assert len(loss["acknowledged"]) >= LEAST_COMMITS
+        (told,) = loss["told"]
+        assert "which does not promise that a commit outlives this machine, nor that the lock" in told
     start = 0
-    found = losses("--losses", "5")
-    assert len(found) == 5
-    for loss in found:
+    for loss in losses:
         assert loss["start"] == start
         assert loss["whole"], loss
         assert set(loss["whole"]) <= {start, *loss["acknowledged"]}
         start = loss["whole"][-1]  # the next machine goes on from it
-
-
-@pytest.mark.slow
-def test_without_the_rule_nothing_is_left() -> None:
-    assert [loss["whole"] for loss in losses("--losses", "1", "--without-rule")] == [[]]
+    assert bare["whole"] == []
 
 
 def test_what_must_mount_a_bucket_is_not_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
