@@ -25,7 +25,7 @@ from checkflow.core.errors import CheckflowError, UnsupportedError
 from checkflow.core.paths import refuse_url
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import PlanLimits
-from checkflow.core.state import as_models, as_optimizers, optimizer_parameters, unwrap
+from checkflow.core.state import STATE, as_models, as_optimizers, optimizer_parameters, unwrap
 from checkflow.core.units import parse_seconds, parse_size
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.format import codec
@@ -300,18 +300,22 @@ def _refuse_no_objects(state: object) -> None:
             raise TypeError(f"state has the name {reprlib.repr(name)}: pass a dict of objects by name, names of text")
 
 
-def refuse_objects(objects: Mapping[str, object]) -> None:
-    """Refuse objects in ``state=`` that cannot be saved and restored, by their methods and their present state."""
+def refuse_objects(objects: Mapping[str, object], take: Callable[[Any, str], Any]) -> None:
+    """Refuse objects in ``state=`` that cannot be saved and restored, by their methods and their present state.
+
+    Args:
+        take: returns a structure without the tensors that are state tensors.
+    """
     for name, value in objects.items():
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
             raise UnsupportedError(
                 f"state[{name!r}] is a {type(value).__name__}, without state_dict and load_state_dict: pass an object "
                 "that has both, such as a scheduler"
             )
-        _refuse_unsaved(name, value)
+        _refuse_unsaved(name, value, take)
 
 
-def _refuse_unsaved(name: str, value: Any) -> None:
+def _refuse_unsaved(name: str, value: Any, take: Callable[[Any, str], Any]) -> None:
     """Refuse an object whose state cannot be saved now; otherwise the first checkpoint might fail after hours."""
     try:
         state = value.state_dict()
@@ -319,7 +323,7 @@ def _refuse_unsaved(name: str, value: Any) -> None:
         logger.debug("state[%r] has no state yet: %s: %s", name, type(error).__name__, error)
         return
     try:
-        codec.encode(state, name=f"state[{name!r}]")
+        codec.encode(take(state, f"{STATE}/{name}"), name=f"state[{name!r}]")
     except UnsupportedError:
         if _has_no_shape_yet(value):
             return

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from checkflow.core import plan as plans
+from checkflow.core.errors import UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Planner
-from checkflow.core.state import closures_repeat, collect_state, refuse_hidden_state
+from checkflow.core.state import STATE, closures_repeat, collect_state, refuse_hidden_state
 from checkflow.runtime import resources
 from checkflow.runtime.arguments import Arguments, refuse_objects
 from checkflow.runtime.job import compatibility, hyperparameters
@@ -87,7 +88,10 @@ def check_job(job: Job, given: Plan | None, *, of_a_rank: bool = False) -> torch
     """Refuse a job that cannot be checkpointed, or not by this plan; returns the device of its state."""
     device = compatibility.copied_device(job.models, job.optimizers, of_a_rank=of_a_rank)
     refuse_hidden_state(job.optimizers)
-    refuse_objects(job.objects)
+    if STATE in (*job.models, *job.optimizers):
+        raise UnsupportedError(f"no model or optimizer can be called {STATE!r}, as files of other state are")
+    job.walk.current()
+    refuse_objects(job.objects, job.walk.gather().take)
     if given is not None:
         implementations = compatibility.implementations(job.models, job.optimizers)
         compatibility.refuse_other_job(given, collect_state(job.models, {}), implementations)

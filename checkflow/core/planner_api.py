@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from checkflow.core.state import StateTensor
+
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
@@ -110,8 +112,18 @@ class Planner(Protocol):
     """What the runtime asks of the planner."""
 
     def recorder(
-        self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, name: str
-    ) -> Recorder: ...
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        *,
+        name: str,
+        beside: Callable[[], Sequence[StateTensor]] = lambda: (),
+    ) -> Recorder:
+        """Return what records one iteration.
+
+        Args:
+            beside: gives the state that is neither a model's nor in an optimizer's ``state``, as it is now.
+        """
 
     def start(
         self,

@@ -2,7 +2,8 @@
 
 The owner is a model or an optimizer; the key is the ``state_dict`` key, or ``<parameter>.<state>``, with ``<model>.``
 before it if there are several models. Wrappers' prefixes ("module.", "_orig_mod.") are left out. A tensor made of
-several dense ones is that many state tensors, named after whole and part: ``model/adjacency.indices``.
+several dense ones is that many state tensors, named after whole and part: ``model/adjacency.indices``. A tensor inside
+of a list or dictionary is named after its place there: ``optimizer/layer.weight.Q.0``.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import math
+import operator
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -25,6 +30,8 @@ from checkflow.core.errors import UnsupportedError
 from checkflow.core.graph import StateKind
 
 DEFAULT_MODEL, DEFAULT_OPTIMIZER = "model", "optimizer"
+#: Owner of tensors that are neither a model's nor in an optimizer's ``state``: ``job-state/<object>.<place>``.
+STATE = "job-state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class StateTensor:
     tensor: torch.Tensor
     module: str = ""  # buffers: "<model>/<path of the owning module>"
     whole: torch.Tensor | None = None  # what the job holds, if ``tensor`` is only a part of it
+    inside: bool = False  # of a list or dictionary, which may get more tensors or fewer, or other ones
 
     @property
     def held(self) -> torch.Tensor:
@@ -47,6 +55,17 @@ class TrainingState:
 
     tensors: tuple[StateTensor, ...]
     ties: tuple[tuple[str, str], ...]  # (further name, name in ``tensors``)
+    base: TrainingState | None = None  # without the last tensors, which ``state_dict()`` of other objects has returned
+
+    @property
+    def given(self) -> tuple[StateTensor, ...]:
+        """The tensors that ``base`` lacks."""
+        return () if self.base is None else self.tensors[len(self.base.tensors) :]
+
+
+def is_beside(name: str) -> bool:
+    """Whether a state tensor is neither a model's nor in an optimizer's ``state``, by its name."""
+    return name.startswith(f"{STATE}/")
 
 
 def as_models(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -244,6 +263,94 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return (*(d for d in range(tensor.dim()) if tensor.shape[d] == 1), *order)
 
 
+_TABLES = (dict, collections.OrderedDict, collections.defaultdict)
+_NO_TENSORS = frozenset((type(None), bool, int, float, str, bytes))
+_MOST_DEPTH = 64
+_NOBODY: Mapping[int, str] = MappingProxyType({})
+
+
+def map_leaves(
+    value: Any,
+    name: str | None,
+    visit: Callable[[str, Any], Any],
+    parameters: Mapping[int, str] = _NOBODY,
+    *,
+    leaf: type = torch.Tensor,
+    rename: Callable[[Any], Any] = lambda key: key,
+    depth: int = 0,
+) -> Any:
+    """Return a structure of dictionaries, lists, tuples and deques with other values in place of its leaves.
+
+    Parts that stay as they are, are the same objects. What lies under a key that is neither a text, a number nor a
+    tuple of them has no name, and stays.
+
+    Args:
+        name: of the structure; None: leaves have no names.
+        visit: gets each leaf's name (the structure's, and the keys on the way), and the leaf.
+        parameters: by ``id``, names of tensors that are keys.
+        leaf: the type of what is replaced.
+        rename: gets each key of a dictionary, and returns it, or another one.
+    """
+    kind: Any = type(value)
+    if kind in _NO_TENSORS:
+        return value
+    if isinstance(value, leaf):
+        return visit(name or "", value)
+    if depth > _MOST_DEPTH:  # or it contains itself: refused where it is encoded
+        return value
+
+    def inner(item: Any, key: Any) -> Any:
+        text = "" if name is None else _key_text(key, parameters)
+        if text is None:
+            return item
+        path = None if name is None else f"{name}.{text}"
+        return map_leaves(item, path, visit, parameters, leaf=leaf, rename=rename, depth=depth + 1)
+
+    if kind in _TABLES:
+        found = [(rename(key), inner(item, key)) for key, item in value.items()]
+        pairs = zip(found, value.items(), strict=True)
+        if all(new is item and key is old for (key, new), (old, item) in pairs):
+            return value
+        return collections.defaultdict(value.default_factory, found) if kind is collections.defaultdict else kind(found)
+    if kind in (list, tuple, collections.deque) and not _NO_TENSORS.issuperset(map(type, value)):
+        items = [inner(item, number) for number, item in enumerate(value)]
+        if any(map(operator.is_not, items, value)):
+            return collections.deque(items, value.maxlen) if kind is collections.deque else kind(items)
+    return value
+
+
+def _key_text(key: Any, parameters: Mapping[int, str]) -> str | None:
+    if isinstance(key, str | int | float):
+        return str(key)
+    if isinstance(key, tuple):
+        parts = [_key_text(part, parameters) for part in key]
+        return None if None in parts else ",".join(map(str, parts))
+    return parameters.get(id(key))
+
+
+def inside_of(value: Any, name: str, parameters: Mapping[int, str] = _NOBODY) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of a structure that can be state tensors, each with its name."""
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def visit(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        if has_own_memory(tensor):
+            found.append((path, tensor))
+        return tensor
+
+    map_leaves(value, name, visit, parameters)
+    return found
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one that fills its memory without a gap, in any order of its dimensions."""
+    return (
+        (isinstance(tensor, FakeTensor) or (type(tensor) in _PLAIN_TYPES and not tensor.is_meta))
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or is_lazy(tensor))
+        and (tensor.is_contiguous() or not tensor.numel() or memory_order(tensor) is not None)
+    )
+
+
 def _model_tensors(owner: str, model: nn.Module) -> Iterator[StateTensor]:
     for path, module in unwrap(model).named_modules(remove_duplicate=False):
         prefix = clean_key(path) + "." if clean_key(path) else ""
@@ -297,6 +404,24 @@ def _optimizer_tensors(owner: str, models: Mapping[str, nn.Module], optimizer: A
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 yield StateTensor(f"{owner}/{name}.{key}", "optimizer", value)
+    for name, value in nested_in(optimizer, {id(parameter): name for name, parameter in _named(known, optimizer)}):
+        yield StateTensor(f"{owner}/{name}", "optimizer", value, inside=True)
+
+
+def nested_in(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of what an optimizer's ``state`` has in lists and the like, or under keys of its own.
+
+    Args:
+        names: of its parameters, by ``id``.
+    """
+    for key, table in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):
+            if type(table) not in _NO_TENSORS:
+                yield from inside_of(table, str(key), names)
+        elif (name := names.get(id(key))) is not None:
+            for inner, value in table.items():
+                if type(value) not in _NO_TENSORS and not isinstance(value, torch.Tensor):
+                    yield from inside_of(value, f"{name}.{inner}", names)
 
 
 def held_tensors(
@@ -310,18 +435,25 @@ def held_tensors(
 
 
 def collect_state(
-    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, of_a_rank: bool = False
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    *,
+    of_a_rank: bool = False,
+    beside: Collection[StateTensor] = (),
 ) -> TrainingState:
     """Return every state tensor as it is now: persistent buffers and parameters, then optimizer state that exists.
 
+    A tensor inside of a list that overlaps another one without being the same is left out.
+
     Args:
         of_a_rank: accept DTensors. Their items hold this rank's part (``tensor``), and the DTensor (``whole``).
+        beside: further ones.
 
     Raises:
         UnsupportedError: a tensor has no dense memory of its own (an expanded tensor, one that overlaps another without
             being the same region, one without values).
     """
-    held = held_tensors(models, optimizers)
+    held = [*sorted(held_tensors(models, optimizers), key=_is_inside), *beside]
     items = list(itertools.chain.from_iterable(_in_parts(item, of_a_rank=of_a_rank) for item in held))
     storages = [item.tensor.untyped_storage()._cdata for item in items]
     tensors_of = collections.Counter(storages)
@@ -333,13 +465,30 @@ def collect_state(
             continue
         here = region(item.tensor)
         if here in first and item.tensor.numel():
-            ties.append((item.name, first[here]))
+            if not item.inside:
+                ties.append((item.name, first[here]))
+        elif item.inside and overlaps(here, item.tensor, first):
+            continue  # it is saved by value
         else:
             first[here] = item.name
             unique.append(item)
             places.append((item, here))
     _refuse_overlap(places)
     return TrainingState(tuple(unique), tuple(ties))
+
+
+_is_inside = operator.attrgetter("inside")
+
+
+def overlaps(here: Region, tensor: torch.Tensor, others: Collection[Region]) -> bool:
+    """Whether a tensor of this region has memory in common with one of other regions."""
+    begin = here.offset * tensor.element_size()
+    for other in others:
+        if other.storage == here.storage:
+            first = other.offset * other.dtype.itemsize
+            if begin < first + math.prod(other.shape) * other.dtype.itemsize and first < begin + tensor.nbytes:
+                return True
+    return False
 
 
 def _in_parts(item: StateTensor, *, of_a_rank: bool) -> Iterator[StateTensor]:

@@ -49,6 +49,7 @@ class _Known:
     size_bytes: int
     storage: int | None  # None: in host memory
     spread: Spread
+    inside: bool
 
     @classmethod
     def of(cls, item: StateTensor, storage: int | None, spread: Spread) -> _Known:
@@ -62,6 +63,7 @@ class _Known:
             size_bytes=tensor.numel() * tensor.element_size(),
             storage=storage,
             spread=spread,
+            inside=item.inside,
         )
 
     @property
@@ -70,7 +72,12 @@ class _Known:
 
 
 class WatchedIteration:
-    """Collects what one iteration does, and makes its graph. ``on_step`` is called before an optimizer steps."""
+    """Collects what one iteration does, and makes its graph.
+
+    Args:
+        on_step: called before an optimizer steps.
+        beside: gives the state that is neither a model's nor in an optimizer's ``state``, as it is now.
+    """
 
     def __init__(
         self,
@@ -80,7 +87,9 @@ class WatchedIteration:
         *,
         on_step: Callable[[torch.optim.Optimizer], None] = lambda _: None,
         device_type: str = "cpu",
+        beside: Callable[[], Sequence[StateTensor]] = lambda: (),
     ) -> None:
+        self._beside = beside
         self.operators: list[Operator] = []
         self.ledger = StorageLedger(self.position)
         self.where = Whereabouts(
@@ -109,7 +118,7 @@ class WatchedIteration:
             held: a structure with what the loop still holds of the last iteration.
             captured: further tensors that the iteration may reach.
         """
-        before = collect_state(self._models, self._optimizers, of_a_rank=True)
+        before = self._collect()
         parameters = [item for item in before.tensors if item.kind == "parameter"]
         entered: list[tuple[str, torch.Tensor | None, StorageKind]] = [
             *((item.name, item.tensor, item.kind) for item in before.tensors),
@@ -134,9 +143,10 @@ class WatchedIteration:
 
     def state(self) -> list[tuple[str, torch.Tensor]]:
         """Return the current state tensors by name."""
-        return [
-            (item.name, item.tensor) for item in collect_state(self._models, self._optimizers, of_a_rank=True).tensors
-        ]
+        return [(item.name, item.tensor) for item in self._collect().tensors]
+
+    def _collect(self) -> TrainingState:
+        return collect_state(self._models, self._optimizers, of_a_rank=True, beside=self._beside())
 
     def enter(self, tensor: torch.Tensor, name: str, kind: StorageKind) -> None:
         """Enter what lives at the boundary, unless it lies in host memory."""
@@ -198,7 +208,7 @@ class WatchedIteration:
     def end(self) -> None:
         """Close the iteration at the next boundary: what lives now goes on living."""
         self.ledger.close()
-        self._after = collect_state(self._models, self._optimizers, of_a_rank=True)
+        self._after = self._collect()
         for item in self._after.tensors:  # one that replaced another is state from now on
             self.ledger.rename(item.tensor, item.name, item.kind)
 
@@ -210,15 +220,21 @@ class WatchedIteration:
         Raises TraceError if the iteration made or removed state, or a module ran in another thread.
         """
         self.refuse_threads(name)
-        have, had = {item.name for item in self._after.tensors}, {item.name for item in self._before}
-        if odd := have ^ had:
+        after = {item.name: item.tensor for item in self._after.tensors}
+        # Lists may grow. What does not stay as it is, is copied at the boundary.
+        before = [
+            item
+            for item in self._before
+            if not item.inside or (item.name in after and _described(after[item.name]) == item.described)
+        ]
+        have = {item.name for item in self._after.tensors if not item.inside}
+        if odd := have ^ {item.name for item in before if not item.inside}:
             raise TraceError(
                 f"cannot plan {name}: its second iteration changes the set of state ({min(odd)}): make all state "
                 "before training, or in the first iteration"
             )
         storages, places = self.ledger.storages()
-        after = {item.name: item.tensor for item in self._after.tensors}
-        for item in self._before:
+        for item in before:
             if (now := _described(after[item.name])) != item.described:
                 raise TraceError(
                     f"cannot plan {name}: {item.name} is {item.described} before its second iteration and "
@@ -239,7 +255,7 @@ class WatchedIteration:
             autocast=self.where.autocast,
             operators=tuple(_renumbered(operator, places) for operator in self.operators),
             storages=storages,
-            state=tuple(self._state_entry(item, after[item.name], places, fired) for item in self._before),
+            state=tuple(self._state_entry(item, after[item.name], places, fired) for item in before),
             anchors=anchors,
             ties=self._ties,
             parameters=self._parameters,

@@ -52,7 +52,10 @@ def spreads(
         spread = _of_sharded(held) if is_distributed(held) else OWN
         ranks = reduced.get(id(held)) or broadcast.get(id(held))
         if item.kind == "optimizer":
-            ranks = updated.get(item.name.rpartition(".")[0])
+            of = item.name.rpartition(".")[0]
+            while item.inside and of and of not in updated:  # a list's: layer.weight.Q.0
+                of = of.rpartition(".")[0]
+            ranks = updated.get(of)
         if ranks:
             spread = Spread(spread.whole_shape, spread.ranks * ranks, spread.replicas * ranks)
         if spread != OWN:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -29,6 +29,7 @@ from checkflow.core.machine.device import DeviceKind, usable_bytes
 from checkflow.core.machine.host_memory import host_memory_bytes
 from checkflow.core.plan import Fingerprint
 from checkflow.core.planner_api import PendingPlan, PlanLimits, PlannerInput, PlanResponse, RankParts, Recorder
+from checkflow.core.state import StateTensor
 from checkflow.planner.live.bandwidth import CopyBandwidths, measure_bandwidths
 from checkflow.planner.record.recorder import IterationRecorder, RecordedIteration
 from checkflow.planner.schedule.scheduler import fingerprint_for
@@ -45,10 +46,15 @@ class LivePlanner:
         self._device = torch.device("cpu")
 
     def recorder(
-        self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, name: str
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        *,
+        name: str,
+        beside: Callable[[], Sequence[StateTensor]] = lambda: (),
     ) -> Recorder:
         self._device = _training_device(models)
-        return IterationRecorder(models, optimizers, name=name)
+        return IterationRecorder(models, optimizers, name=name, beside=beside)
 
     def start(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import (
 from checkflow.core.errors import TraceError
 from checkflow.core.graph import AnchorKind, TrainingGraph
 from checkflow.core.planner_api import Carried
-from checkflow.core.state import host_counters, optimizer_implementation, training_device
+from checkflow.core.state import StateTensor, host_counters, optimizer_implementation, training_device
 from checkflow.planner.iteration.hooks import deeper
 from checkflow.planner.iteration.iteration import CAPTURED, WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING, Crossing, crossing
@@ -59,12 +59,17 @@ class IterationRecorder:
     """Records one iteration of a live job, from boundary to boundary. Use it once."""
 
     def __init__(
-        self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], *, name: str
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        *,
+        name: str,
+        beside: Callable[[], Sequence[StateTensor]] = lambda: (),
     ) -> None:
         self._name, self._models, self._optimizers = name, models, optimizers
         self._device = device = training_device(models)
         places = _LivePlaces(device, optimizers)
-        self._iteration = WatchedIteration(models, optimizers, places, device_type=device.type)
+        self._iteration = WatchedIteration(models, optimizers, places, device_type=device.type, beside=beside)
         self._clock: _Clock = _HostClock() if device.type == "cpu" else OperatorEvents(device)
         transients = Transients(device)
         self._mode = _LiveMode(self._iteration, places, self._clock, transients)

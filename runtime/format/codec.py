@@ -1,8 +1,10 @@
 """The extra state of a checkpoint as bytes: msgpack, with an extension type for everything that msgpack lacks.
 
 Values come back equal and of the same type, except that two references to one object become two equal objects, and
-tensors come back on the CPU. An unknown type is refused by its path. Nothing is pickled, and decoding runs no code but
-the constructors named here.
+tensors come back on the CPU, in their order in memory. An unknown type is refused by its path. Nothing is pickled, and
+decoding runs no code but the constructors named here.
+
+For a state tensor, which lies in another file, there is a :class:`Stored` with its name.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import msgpack
@@ -21,8 +24,11 @@ import numpy as np
 
 from checkflow.core.errors import CorruptCheckpointError, UnsupportedError
 from checkflow.runtime.format.layout import STORED_TYPES
+from checkflow.runtime.format.manifest import MAX_EXTRA_BYTES
 
 MAX_DEPTH = 64
+_MARK = b"\xa4form\x02"  # the first entry, "form": 2, of an extra state that older readers cannot decode
+HEAD_BYTES = 1 + len(_MARK)
 _Path = str | tuple[Any, Any]  # where a value is: a text, or a path and a key
 _STRINGS = frozenset((str,))
 _PLAIN = frozenset((type(None), bool, float, str, bytes))
@@ -43,6 +49,34 @@ INTEGER, COMPLEX, BYTEARRAY, RANGE, SLICE, PATH = 16, 17, 18, 19, 20, 21
 DATETIME, DATE, TIME, TIMEDELTA, TIMEZONE = 32, 33, 34, 35, 36
 ARRAY, SCALAR = 48, 49
 TENSOR, PARAMETER, SIZE, DTYPE, DEVICE = 64, 65, 66, 67, 68
+# Since the second form.
+PERMUTED, STORED, NAMED = 69, 70, 71
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Stands for a state tensor.
+
+    Args:
+        name: the job's for it.
+        alone: no model or optimizer holds it in its own table: it is made anew.
+        parameter: whether it was an ``nn.Parameter``.
+        apart: whether it lay outside of host memory.
+    """
+
+    name: str
+    alone: bool = False
+    parameter: bool = False
+    requires_grad: bool = False
+    apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Stands for a parameter of an optimizer as a key of a dictionary."""
+
+    optimizer: str
+    parameter: str
 
 
 class _Budget:
@@ -50,6 +84,8 @@ class _Budget:
 
     def __init__(self, most_bytes: float = math.inf) -> None:
         self.spent_bytes, self._most_bytes = 0, most_bytes
+        self.data_bytes = 0  # of tensors and arrays
+        self.newer = False  # whether the first form lacks something of it
 
     def take(self, size_bytes: int) -> None:
         self.spent_bytes += size_bytes
@@ -69,16 +105,22 @@ class _Budget:
         return msgpack.ExtType(code, data)
 
 
-def encode(value: Any, *, name: str = "state", most_bytes: int = _ENCODED_BYTES) -> bytes:
+def encode(
+    value: Any, *, name: str = "state", most_bytes: int = _ENCODED_BYTES, marks: bool | None = False
+) -> bytes:  # fmt: skip
     """Encode a value so that :func:`decode` returns an equal one. UnsupportedError names what cannot be saved.
 
     Args:
         name: what messages call the value.
+        marks: whether a dictionary of fewer than 14 entries is marked; None: if older readers cannot decode it.
         most_bytes: memory that its containers may take, beside what is in proportion to the size of the data.
     """
     budget = _Budget()
     try:
         data = _pack(_encode(value, name, 0, budget))
+        if marks or (marks is None and budget.newer):
+            assert 0x80 <= data[0] < 0x8E
+            data = bytes((data[0] + 1,)) + _MARK + data[1:]
     except (ValueError, OverflowError) as error:  # msgpack's lengths end at 4 GiB
         raise UnsupportedError(f"{name} is too large to be saved: {error}") from None
     if budget.spent_bytes > most_bytes + _TIMES * len(data):
@@ -93,6 +135,11 @@ def with_entry(data: bytes, key: str, value: Any) -> bytes:
     return (
         bytes((data[0] + 1,)) + data[1:] + _pack(key) + encode(value, name=f"state[{key!r}]", most_bytes=_ADDED_BYTES)
     )
+
+
+def is_newer(data: bytes) -> bool:
+    """Whether this is a marked dictionary, which older readers cannot decode."""
+    return data[1 : 1 + len(_MARK)] == _MARK
 
 
 def decode(data: bytes, *, name: str = "the extra state") -> Any:
@@ -142,6 +189,13 @@ def _encode(value: Any, path: _Path, depth: int, budget: _Budget) -> Any:
         budget.take(_cost(code, content) + _LIST_BYTES)
         return msgpack.ExtType(code, _pack(content))
     encoded = _encode_leaf(value, path)
+    budget.newer |= encoded.code in (PERMUTED, STORED, NAMED)
+    budget.data_bytes += len(encoded.data)
+    if budget.data_bytes > MAX_EXTRA_BYTES - _ADDED_BYTES:
+        raise UnsupportedError(
+            f"{_short(path)}: all values up to this one have {budget.data_bytes} bytes, more than state.msgpack can "
+            f"hold; {_ADVICE}"
+        )
     budget.take(_cost(encoded.code, []) + 2 * _LIST_BYTES)  # at most two lists: its parts and its shape
     return encoded
 
@@ -154,6 +208,8 @@ def _encode_leaf(value: Any, path: _Path) -> Any:
             return msgpack.ExtType(code, _pack(plain(value)))
         except ValueError as error:
             raise UnsupportedError(f"{_short(path)}: {error} cannot be saved; {_ADVICE}") from None
+    if kind in (Stored, Named):
+        return msgpack.ExtType(STORED if kind is Stored else NAMED, _pack(astuple(value)))
     if kind is np.ndarray or isinstance(value, np.generic):
         return _encode_numpy(value, path)
     encoded = _encode_torch(value, path) if "torch" in sys.modules else None
@@ -304,11 +360,19 @@ def _encode_torch(value: Any, path: _Path) -> Any:
             f"{_short(path)}: a {value.layout} tensor of {value.dtype} on {value.device} cannot be saved; {_ADVICE}"
         )
     # resolve_*: the memory of a lazily conjugated or negated tensor does not hold its value yet.
+    from checkflow.core.state import memory_order
+
+    order = memory_order(value)
+    permuted = order is not None and value.numel() and order != tuple(range(value.dim()))
     # The clone has plain strides: contiguous() keeps odd ones in dimensions of size 1.
-    plain = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
+    plain = value.detach().permute(order) if permuted and order else value.detach()
+    plain = plain.cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     code = PARAMETER if kind is torch.nn.Parameter else TENSOR
-    return msgpack.ExtType(code, _pack([dtype, list(value.shape), value.requires_grad, data]))
+    content = [dtype, list(value.shape), value.requires_grad, data]
+    if permuted:
+        return msgpack.ExtType(PERMUTED, _pack([code, order, *content]))
+    return msgpack.ExtType(code, _pack(content))
 
 
 # --------------------------------------------------------------------------------------------------------- decoding
@@ -407,9 +471,35 @@ def _to_tensor(content: list[Any], *, parameter: bool) -> Any:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
     else:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    return _with_grad(tensor, parameter, requires_grad)
+
+
+def _with_grad(tensor: Any, parameter: bool, requires_grad: bool) -> Any:
+    import torch
+
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad)
+
+
+def _to_permuted(content: list[Any]) -> Any:
+    code, order, dtype, shape, requires_grad, data = content
+    if code not in (TENSOR, PARAMETER) or sorted(_ints(order)) != list(range(len(shape))):
+        raise ValueError("no tensor that is saved")
+    stored = _to_tensor([dtype, [shape[d] for d in order], False, data], parameter=False)
+    return _with_grad(stored.permute([order.index(d) for d in range(len(order))]), code == PARAMETER, requires_grad)
+
+
+def _to_stored(content: list[Any]) -> Stored:
+    if [type(one) for one in content] != [str, bool, bool, bool, bool]:
+        raise ValueError("no state tensor")
+    return Stored(*content)
+
+
+def _to_named(content: list[Any]) -> Named:
+    if [type(one) for one in content] != [str, str]:
+        raise ValueError("no parameter")
+    return Named(*content)
 
 
 def _to_torch_dtype(name: str) -> Any:
@@ -469,10 +559,14 @@ _DECODERS: Mapping[int, Callable[[Any], Any]] = {
     SIZE: _to_size,
     DTYPE: _to_torch_dtype,
     DEVICE: _to_device,
+    PERMUTED: _to_permuted,
+    STORED: _to_stored,
+    NAMED: _to_named,
 }
 _COSTS = {
     TENSOR: 1600,
     PARAMETER: 1600,
+    PERMUTED: 1600,
     DEQUE: 1024,
     ARRAY: 960,
     SCALAR: 200,

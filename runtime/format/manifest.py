@@ -22,7 +22,7 @@ from checkflow.core.graph import STRICT, Many, Named
 from checkflow.core.small_files import MOST_MEMBERS, check_density, check_fields, check_members
 from checkflow.runtime.format.layout import STORED_TYPES, Layout
 
-VERSION = 1
+VERSIONS = (1, 2)  # 2: ``state.msgpack`` has what readers of version 1 cannot decode (:func:`.codec.is_newer`)
 BLOCK_BYTES = 8388608  # 8 MiB
 MANIFEST, EXTRA = "manifest.json", "state.msgpack"
 STAGES = "stages"  # in ``info``: pipeline stages saved it, so ranks have other tensors and other extra state
@@ -94,7 +94,7 @@ class Manifest:
     info: dict[str, JsonValue] = field(default_factory=dict)
     block_bytes: Literal[8388608] = 8388608
     format: Literal["checkflow-checkpoint"] = "checkflow-checkpoint"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 1
 
 
 _ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
@@ -182,8 +182,10 @@ def _whole_text(data: bytes, name: str) -> bytes:
     if not is_whole(data):
         raise CorruptCheckpointError(f"{name} is damaged: its digest does not fit its content")
     version = _VERSION.search(data[-_DIGEST_BYTES - 20 : -_DIGEST_BYTES])
-    if version and int(version[1]) != VERSION:
-        raise MismatchError(f"{name} has format version {int(version[1])}; this checkflow reads version {VERSION}")
+    if version and int(version[1]) not in VERSIONS:
+        raise MismatchError(
+            f"{name} has format version {int(version[1])}; this checkflow reads versions up to {VERSIONS[-1]}"
+        )
     return data[:-_DIGEST_BYTES] + b"}"
 
 

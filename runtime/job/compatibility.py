@@ -19,6 +19,7 @@ from checkflow.core.state import (
     TrainingState,
     collect_state,
     dtype_name,
+    is_beside,
     optimizer_implementation,
     optimizer_parameters,
 )
@@ -132,12 +133,14 @@ def differences(plan: Plan, state: TrainingState, optimizers: Mapping[str, str],
     Of several ranks, ``state`` has the parts that this one copies.
 
     Planned optimizer state may be missing: optimizers make it at their first step, or at a parameter's first gradient.
+    Tensors in lists and the like are not compared: what the plan does not know of them is copied at the boundary.
     """
-    live = {item.name: (tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in state.tensors}
+    compared = [item for item in state.tensors if not item.inside]
+    live = {item.name: (tuple(item.tensor.shape), dtype_name(item.tensor.dtype)) for item in compared}
     late = {
         spec.name: (spec.shape, spec.dtype)
         for spec in plan.fingerprint.state
-        if spec.name not in live and spec.name.partition("/")[0] in optimizers
+        if spec.name not in live and (spec.name.partition("/")[0] in optimizers or is_beside(spec.name))
     }
     return describe_mismatch(plan, {**live, **late}, dict(optimizers), ranks)
 

@@ -9,17 +9,25 @@ import contextlib
 import enum
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError, PlanError, TraceError
+from checkflow.core.generators import is_generator
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import PendingPlan, PlanLimits, Planner, PlanResponse, RankParts, Recorder
 from checkflow.core.reports.run_report import PlanSource
-from checkflow.core.state import TrainingState, implementation_options, training_device, unwrap
+from checkflow.core.state import (
+    STATE,
+    StateTensor,
+    TrainingState,
+    implementation_options,
+    training_device,
+    unwrap,
+)
 from checkflow.core.units import format_seconds
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
@@ -27,6 +35,7 @@ from checkflow.runtime.job.traits import IterationWatch, Seen, Traits, as_tensor
 from checkflow.runtime.live_plan.cache import PlanCache
 from checkflow.runtime.live_plan.unsaved import identities, saved_identities, warn_unsaved
 from checkflow.runtime.snapshot.share import RankShare
+from checkflow.runtime.state.variables import Variables
 from checkflow.runtime.system.signals import raised_by_handler
 
 logger = logging.getLogger("checkflow")
@@ -164,7 +173,9 @@ class Planning:
             return
         with self._giving_up():
             self._saved = saved_identities(self._given) if self.warns_unsaved else frozenset()
-            self._recorder = self._planner.recorder(self._models, self._optimizers, name=self._name())
+            self._recorder = self._planner.recorder(
+                self._models, self._optimizers, name=self._name(), beside=self._beside
+            )
             self._recorder.begin(batch)
 
     def boundary(self, stepped: Collection[str], micro_batches: int | None) -> Arrival | None:
@@ -256,6 +267,15 @@ class Planning:
 
     def _name(self) -> str:
         return "+".join(type(unwrap(model)).__name__ for model in self._models.values())
+
+    def _beside(self) -> Sequence[StateTensor]:
+        """The tensors in Variables. Of several ranks, each copies its own at the boundary."""
+        gathering = self._walk.gather()
+        for name, one in self._given.objects.items() if self._share is None else ():
+            if isinstance(one, Variables):
+                pairs = zip(one.state_dict().items(), one.held(), strict=True)
+                gathering.take({key: now for (key, now), held in pairs if not is_generator(held)}, f"{STATE}/{name}")
+        return gathering.given
 
     def _record_next(self) -> None:
         self.stage, self._begun = Stage.RECORDED, time.perf_counter()

@@ -188,8 +188,10 @@ class BoundaryActions:
             self._clock.shift(self._capture(epoch_end))
         else:
             state = self._job.walk.current(whole=False)
-            self._passed, self._passed_epoch_end = (state, _versions(state)), epoch_end
             self._passed_extra = self._extra_before_workers(epoch_end=epoch_end)
+            if self._passed_extra is not None:
+                state = self._job.walk.captured
+            self._passed, self._passed_epoch_end = (state, _versions(state)), epoch_end
         self._pace.left()
         self._log_durability()
         return due
@@ -238,7 +240,8 @@ class BoundaryActions:
         """
         self._pace.is_due(self.iteration, demanded=True)  # what is demanded, storage is to take, too
         state, versions = self._passed
-        if self._job.walk.current() is not state or _versions(state) != versions:
+        now = self._job.walk.current()
+        if state is None or now is not (state.base or state) or _versions(state) != versions:
             logger.warning("step %d is not saved: the state was changed after it", self.iteration)
             return
         with self._clock.holding("boundary"):
@@ -283,7 +286,8 @@ class BoundaryActions:
         job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
         known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
         generators = known.pop("generators")  # copies: they wait for the writer
-        encoded = codec.encode(known)  # now, since the rest may share memory with what training goes on to write
+        # Now, since the rest may share memory with what training goes on to write.
+        encoded = codec.encode(known, marks=None)
 
         def extra() -> bytes:
             return codec.with_entry(encoded, "generators", compact_generators(generators))

@@ -42,6 +42,8 @@ from checkflow.runtime.transfer.engine import (
 
 logger = logging.getLogger("checkflow")
 
+_FEW_CHANGES = 3  # of the layout, as while a job makes its state
+
 
 @dataclass
 class Capture:
@@ -104,8 +106,7 @@ class _Leaving:
 
     capture: Capture
     concluded: Concluded
-    boundary_bytes: int
-    chunk_bytes: int
+    chunk_map: ChunkMap  # holds what is still read
 
 
 class Capturer:
@@ -180,11 +181,16 @@ class Capturer:
         return self._prepare_for(self._walk.current(), optimizers)
 
     def _prepare_for(self, state: TrainingState, optimizers: Mapping[str, str]) -> bool:
-        if self._chunk_map is not None and state is self._chunk_map.state:
-            return False
+        if self._chunk_map is not None:
+            if state is self._chunk_map.state:
+                return False
+            if (moved := self._chunk_map.moved(self._plan, state)) is not None:
+                self._use(moved[0])
+                self.settled.forget(moved[1])
+                return False
         self.finish()  # the previous map's memory is still being read
         if not self._fits:
-            compatibility.refuse_other_job(self._plan, state, optimizers, resumed=self._resumed)
+            compatibility.refuse_other_job(self._plan, state.base or state, optimizers, resumed=self._resumed)
             self._fits = True
         self._map_chunks(state)
         return True
@@ -203,7 +209,7 @@ class Capturer:
 
         Raises MismatchError if the plan was made for another job, StorageError if the state outgrows host memory.
         """
-        audit = self._prepare_for(self._walk.latest, optimizers) or audit
+        audit = self._prepare_for(self._walk.captured, optimizers) or audit
         chunk_map = self._chunk_map
         assert chunk_map is not None
         begun = time.perf_counter()
@@ -342,7 +348,7 @@ class Capturer:
             concluded = self._engine.conclude()
             assert self._chunk_map is not None
             chunk_map = self._chunk_map
-            leaving = _Leaving(self._capture, concluded, chunk_map.boundary_bytes, chunk_map.chunk_bytes)
+            leaving = _Leaving(self._capture, concluded, chunk_map)
             self._leaving.append(leaving)
             self._capture = None
         self._collect()
@@ -368,9 +374,9 @@ class Capturer:
                 continue
             statistics = outcome.statistics
             moved = MovedBytes(
-                one.chunk_bytes - statistics.snapshot_bytes,
+                one.chunk_map.chunk_bytes - statistics.snapshot_bytes,
                 statistics.snapshot_bytes,
-                one.boundary_bytes,
+                one.chunk_map.boundary_bytes,
                 statistics.offload_seconds,
                 statistics.large_bytes,
                 statistics.large_seconds,
@@ -379,7 +385,7 @@ class Capturer:
             capture = one.capture
             self.reports.append(
                 CaptureReport(
-                    capture.step, outcome, one.boundary_bytes, moved,
+                    capture.step, outcome, one.chunk_map.boundary_bytes, moved,
                     self._plan if capture.by_plan else None, capture.begun, capture.arrived_at,
                 )
             )  # fmt: skip
@@ -432,11 +438,17 @@ class Capturer:
         chunk_map = make_chunk_map(
             self._plan, state, self._engine.source, at_boundary=self._at_boundary, share=self._share
         )
-        self._tensors = {item.name: item for item in chunk_map.items if item.name in chunk_map.planned}
-        self._buffers.grow(chunk_map.layout.buffer_bytes)
-        self._prepared = {}
+        wanted_bytes = chunk_map.layout.buffer_bytes
+        if wanted_bytes > self._buffers.size_bytes and self.layout_changes > _FEW_CHANGES:  # it grows: not each time
+            wanted_bytes += wanted_bytes // 8
+        self._buffers.grow(wanted_bytes)
         self.settled.forget()
         self.layout_changes += 1
+        self._use(chunk_map)
+
+    def _use(self, chunk_map: ChunkMap) -> None:
+        self._tensors = {item.name: item for item in chunk_map.items if item.name in chunk_map.planned}
+        self._prepared = {}
         self._chunk_map = chunk_map
 
     def _prepare(self, buffer: StagingBuffer, chunk_map: ChunkMap) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.plan import Plan
-from checkflow.core.state import StateTensor, TrainingState
+from checkflow.core.state import StateTensor, TrainingState, is_beside
 from checkflow.core.units import format_size
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord, make_layout
 from checkflow.runtime.snapshot.share import RankShare, whole_state
@@ -39,6 +39,43 @@ class ChunkMap:
     chunk_bytes: int
     boundary_bytes: int  # of ``at_boundary``
     sources: Mapping[str, Source] = field(default_factory=dict)
+
+    def moved(self, plan: Plan, state: TrainingState) -> tuple[ChunkMap, Sequence[str]] | None:
+        """The same for a state in whose lists some tensors have other memory, and their names; None: make a new map."""
+        if state.ties != self.state.ties or len(state.tensors) != len(self.holds):
+            return None
+        now: dict[str, StateTensor] = {}
+        for old, hold, item in zip(self.state.tensors, self.holds, state.tensors, strict=True):
+            if old.name != item.name or hold.device != item.tensor.device:
+                return None
+            if not _same_form(hold, item.tensor):
+                return None
+            if hold.data_ptr() != item.tensor.data_ptr():
+                if not item.inside:
+                    return None
+                now[item.name] = item
+        known = {item.name: item.tensor.shape for item in self.items}
+        if any(known.get(name) != item.tensor.shape for name, item in now.items()):  # divided among ranks
+            return None
+        items = tuple(now.get(item.name, item) for item in self.items)
+        chunks = tuple(
+            (now[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes, *place[1:])
+            if chunk.tensor in now and chunk.tensor in self.planned
+            else place
+            for chunk, place in zip(plan.chunks, self.chunks, strict=True)
+        )
+        at_boundary = tuple(now.get(item.name, item) for item in self.at_boundary)
+        holds = tuple(item.tensor.detach() for item in state.tensors)
+        moved = dataclasses.replace(
+            self, state=state, items=items, holds=holds, at_boundary=at_boundary, chunks=chunks
+        )  # fmt: skip
+        return moved, [*now]
+
+
+def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()) == (
+        other.dtype, other.shape, other.stride(), other.is_conj(), other.is_neg()
+    )  # fmt: skip
 
 
 def make_chunk_map(
@@ -69,7 +106,8 @@ def make_chunk_map(
     planned = frozenset() if at_boundary else _planned(plan, live, source)
     others = tuple(item for item in items if item.name not in planned)
     if not at_boundary:
-        _log_unknown(plan, others)
+        given = {item.name for item in state.given}
+        _log_unknown(plan, [item for item in others if item.name not in given])
     chunks = tuple(
         (
             live[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes,
@@ -80,7 +118,7 @@ def make_chunk_map(
         else (0, 0, 0)
         for chunk in plan.chunks
     )
-    known = {plan.whole_name(spec.name) for spec in plan.fingerprint.state}
+    known = {plan.whole_name(spec.name) for spec in plan.fingerprint.state if not is_beside(spec.name)}
     return ChunkMap(
         state,
         items,
@@ -97,7 +135,14 @@ def make_chunk_map(
 
 
 def _planned(plan: Plan, live: dict[str, StateTensor], source: torch.device) -> frozenset[str]:
-    sizes = {name: size for group in plan.timeline.groups for name, size in group.members}
+    deadlines = plan.deadlines
+    sizes = {
+        name: size
+        for group in plan.timeline.groups
+        for name, size in group.members
+        # A variable may be written in few iterations only, and in no optimizer's step: then at the boundary.
+        if not is_beside(name) or deadlines[name] is not None
+    }
     return frozenset(
         name
         for name, size in sizes.items()

@@ -120,7 +120,8 @@ class Execution:
         self._guards = self._make_guards()
         self._keys = self._planned_keys()
         self._hooks = self._hook()
-        self._hooked_state = job.walk.current()
+        job.walk.current()
+        self._hooked = job.walk.outer
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
@@ -206,13 +207,14 @@ class Execution:
 
         ``idle``: no deadline comes before the next call, so replaced modules can wait.
         """
-        state = self._hooked_state if idle else self._walk.current()
-        replaced = state is not self._hooked_state
+        if not idle:
+            self._walk.current()
+        replaced = not idle and self._walk.outer is not self._hooked
         outdated = self._hooks.outdated(replaced=replaced)
         if replaced or outdated:
             self.finish()  # its last tensors might be written where hooks are gone
             self._guards = self._make_guards()
-            self._hooked_state = state
+            self._hooked = self._walk.outer
         if outdated:
             self._fired = self._whole = False
             self._hooks.remove()

@@ -7,7 +7,7 @@ still write them, so only *settled* ones are trusted: docs/explanation/consisten
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from checkflow.core.errors import ConsistencyError
 from checkflow.core.graph import AnchorKind
@@ -44,10 +44,11 @@ class SettledTensors:
         """Whether one more audited capture would decide: some tensor has one known digest, not two."""
         return not self._known.keys() <= self._settled | self._written
 
-    def forget(self) -> None:
-        """Tensors were replaced: forget all but which ones are written."""
-        self._known.clear()
-        self._settled.clear()
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """Tensors (None: all) were replaced: forget all of them but which ones are written."""
+        for name in [*self._known] if names is None else names:
+            self._known.pop(name, None)
+            self._settled.discard(name)
 
     def drop(self, names: Collection[str]) -> None:
         """Never trust these again: they are written."""

@@ -8,7 +8,7 @@ import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from checkflow.core.errors import MismatchError
 from checkflow.core.state import (
+    STATE,
+    Region,
     StateTensor,
     TrainingState,
     closures_repeat,
@@ -26,11 +28,16 @@ from checkflow.core.state import (
     held_tensors,
     is_composite,
     module_names,
+    nested_in,
     optimizer_parameters,
+    region,
     training_device,
 )
+from checkflow.runtime.format import codec
+from checkflow.runtime.state.gathering import Gathering, Restless, put_back
 from checkflow.runtime.state.variables import Variables
 
+_PLAIN = frozenset((type(None), bool, int, float, str))
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
 # Mapped over all tensors at once: this runs at each boundary.
@@ -66,17 +73,65 @@ class StateWalk:
         self._members: list[int] = []
         self._containers: list[Any] = []
         self._sizes: list[int] = []
+        self._inside: dict[str, list[tuple[str, torch.Tensor]]] = {}  # tensors in optimizers' lists, by optimizer
+        self._by_identity: dict[int, str] = {}
+        self._by_storage: dict[int, dict[Region, str]] | None = None  # made when it is asked for
+        self._alone: frozenset[str] = frozenset()
+        self._restless = Restless()
+        self._captured: TrainingState | None = None
         self._dense: list[torch.Tensor] = []
         self._composites: list[torch.Tensor] = []
         self._forms: list[list[Any]] = []
         #: As of the last call of ``current``: by optimizer, ``id(parameter)`` to its name; and modules by name.
         self.names: dict[str, dict[int, str]] = {}
+        self.parameters: dict[int, codec.Named] = {}
+        #: Another object whenever a tensor has changed that lies in no list.
+        self.outer = object()
         self.modules_with_extra_state: dict[str, nn.Module] = {}
 
     @property
     def latest(self) -> TrainingState:
         """The state of the last call of ``current``, without checking for changes."""
         return self.current() if self._state is None else self._state
+
+    @property
+    def captured(self) -> TrainingState:
+        """The same, with the tensors that were gathered since."""
+        latest, captured = self.latest, self._captured
+        return captured if captured is not None and captured.base is latest else latest
+
+    def gather(self) -> Gathering:
+        """Begin to gather what lies beside this state; :meth:`gathered` ends it."""
+        return Gathering(self, self._restless)
+
+    def gathered(self, gathering: Gathering) -> None:
+        """Add tensors to the state. It is the same object as before exactly if no memory and no form changed."""
+        latest, given = self.latest, gathering.given
+        before = self._captured
+        if before is None or before.base is not latest or not _alike(before.given, given):
+            self._captured = TrainingState((*latest.tensors, *given), latest.ties, latest) if given else None
+
+    @property
+    def device(self) -> torch.device:
+        """What state is copied from, beside host memory."""
+        return training_device(self._models)
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of a tensor that models or optimizers hold."""
+        return self._by_identity.get(id(tensor))
+
+    def in_storage(self, storage: int) -> Mapping[Region, str]:
+        """The state tensors that lie in a storage."""
+        if self._by_storage is None:
+            self._by_storage = {}
+            for item in self.latest.tensors:
+                place = region(item.tensor)
+                self._by_storage.setdefault(place.storage, {})[place] = item.name
+        return self._by_storage.get(storage, {})
+
+    def is_inside(self, name: str) -> bool:
+        """Whether a state tensor lies in a list or the like."""
+        return name in self._alone
 
     def current(self, *, whole: bool = True) -> TrainingState:
         """The state: the same object as at the last call exactly if no tensor, and no memory of one, changed.
@@ -88,8 +143,11 @@ class StateWalk:
             module.reshard()  # it keeps whole parameters after a forward pass that no backward pass has followed
         looks = _FORM if whole else _FORM[:1]
         if self._state is None or not (self._unchanged() and self._same_forms(looks)):
-            self._state = collect_state(self._models, self._optimizers, of_a_rank=self._of_a_rank)
-            self._remember()
+            self.outer = object()
+        elif self._same_inside():
+            return self._state
+        self._state = collect_state(self._models, self._optimizers, of_a_rank=self._of_a_rank)
+        self._remember()
         return self._state
 
     def _unchanged(self) -> bool:
@@ -100,6 +158,14 @@ class StateWalk:
             and all(container.get(key) is value for container, key, value in self._slots)
             and self._now_members() == self._members
             and not any(torch.is_tensor(table.get(key)) for table, key in self._numbers)
+        )
+
+    def _same_inside(self) -> bool:
+        """Whether lists in optimizers' state hold what they held. Some optimizers replace it every few steps."""
+        return all(
+            [(name, id(tensor)) for name, tensor in nested_in(self._optimizers[owner], self.names[owner])]
+            == [(name, id(tensor)) for name, tensor in before]
+            for owner, before in self._inside.items()
         )
 
     def _now_members(self) -> list[int]:
@@ -144,7 +210,12 @@ class StateWalk:
                             self._numbers.append((table, key))
         self._sizes = [len(container) for container in self._containers]
         self._members = self._now_members()
-        held = {id(item.tensor): item.tensor for item in held_tensors(self._models, self._optimizers)}
+        everything = list(held_tensors(self._models, self._optimizers))
+        state = {item.name for item in self._state.tensors}
+        self._alone = frozenset(item.name for item in self._state.tensors if item.inside)
+        self._by_identity = {id(item.tensor): item.name for item in everything if not item.inside or item.name in state}
+        self._by_storage = None
+        held = {id(item.tensor): item.tensor for item in everything}
         self._composites = [tensor for tensor in held.values() if is_composite(tensor)]
         self._dense = [tensor for tensor in held.values() if not is_composite(tensor)]
         tensors = self._now_dense()
@@ -153,7 +224,19 @@ class StateWalk:
             owner: {id(parameter): name for name, parameter in optimizer_parameters(self._models, optimizer)}
             for owner, optimizer in self._optimizers.items()
         }
+        self.parameters = {
+            number: codec.Named(owner, name) for owner, names in self.names.items() for number, name in names.items()
+        }
+        self._inside = {
+            owner: list(nested_in(optimizer, self.names[owner])) for owner, optimizer in self._optimizers.items()
+        }
         self.modules_with_extra_state = dict(modules_with_extra_state(self._models))
+
+
+def _alike(before: Sequence[StateTensor], now: Sequence[StateTensor]) -> bool:
+    return len(before) == len(now) and all(
+        old.name == new.name and region(old.tensor) == region(new.tensor) for old, new in zip(before, now, strict=True)
+    )
 
 
 def _fsdp_modules(models: Models) -> list[nn.Module]:
@@ -258,13 +341,22 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 
 def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str, Stateful]) -> dict[str, Any]:
     """Extra state at this instant, right after ``current``: encode it before training continues, as it may share
-    memory.
+    memory. Its tensors are in ``walk.captured`` from now on.
     """
-    return {
-        "modules": {name: module.get_extra_state() for name, module in walk.modules_with_extra_state.items()},
-        "optimizers": {name: _capture_optimizer(optimizer, walk.names[name]) for name, optimizer in optimizers.items()},
-        "objects": {name: value.state_dict() for name, value in objects.items()},
+    gathering = walk.gather()
+    take = gathering.take
+    job = {
+        "modules": {
+            name: take(module.get_extra_state(), f"{STATE}/{name}/_extra_state")
+            for name, module in walk.modules_with_extra_state.items()
+        },
+        "optimizers": {
+            name: _capture_optimizer(name, optimizer, walk.names[name], take) for name, optimizer in optimizers.items()
+        },
+        "objects": {name: take(value.state_dict(), f"{STATE}/{name}") for name, value in objects.items()},
     }
+    walk.gathered(gathering)
+    return job
 
 
 def refuse_extra_mismatch(
@@ -324,10 +416,25 @@ def _refuse_other_groups(name: str, job: list[list[str]], saved: list[list[str]]
             raise MismatchError(f"{what} its parameters in another order in the checkpoint than in the job")
 
 
+def with_tensors(
+    extra: Mapping[str, Any], models: Models, optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]
+) -> Any:
+    """Extra state with its tensors: those of models and optimizers, and further ones by name."""
+    held: dict[str, torch.Tensor] = {}
+    for item in held_tensors(models, optimizers):
+        if not item.inside:
+            held[item.name] = item.tensor
+            if is_composite(item.tensor):
+                for suffix, part in dense_parts(item.tensor):
+                    held.setdefault(item.name + suffix, part)
+    parameters = {name: dict(optimizer_parameters(models, one)) for name, one in optimizers.items()}
+    return put_back(extra, {**held, **tensors}.__getitem__, lambda key: parameters[key.optimizer][key.parameter])
+
+
 def restore_extra(
     extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
 ) -> None:
-    """Restore what :func:`capture_extra` returned and :func:`refuse_extra_mismatch` accepted."""
+    """Restore what :func:`capture_extra` returned, with its tensors, and :func:`refuse_extra_mismatch` accepted."""
     for name, module in modules_with_extra_state(models):
         module.set_extra_state(extra["modules"][name])
     for name, optimizer in optimizers.items():
@@ -343,7 +450,9 @@ def modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def _capture_optimizer(
+    owner: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], take: Callable[[Any, str], Any]
+) -> dict[str, Any]:
     """Its class, its groups with parameters by name, and state of parameters that is not tensors."""
     groups = [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
@@ -352,9 +461,13 @@ def _capture_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     others: dict[Any, Any] = {}
     for parameter, table in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor):
-            others[parameter] = table  # values of the optimizer, not of a parameter
+            others[parameter] = take(table, f"{owner}/{parameter}")  # values of the optimizer, not of a parameter
         elif isinstance(table, dict) and (name := names.get(id(parameter))) is not None:
-            numbers = {key: value for key, value in table.items() if not isinstance(value, torch.Tensor)}
+            numbers = {
+                key: value if type(value) in _PLAIN else take(value, f"{owner}/{name}.{key}")
+                for key, value in table.items()
+                if not isinstance(value, torch.Tensor)
+            }
             if numbers:
                 values[name] = numbers
     return {

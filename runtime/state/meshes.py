@@ -20,6 +20,7 @@ from checkflow.core.state import (
     StateTensor,
     TrainingState,
     clean_key,
+    inside_of,
     is_composite,
     is_distributed,
     optimizer_parameters,
@@ -96,8 +97,8 @@ def placements(
         id(value): parameter
         for optimizer in optimizers.values()
         for _, parameter in optimizer_parameters(models, optimizer)
-        for value in optimizer.state.get(parameter, {}).values()
-        if isinstance(value, torch.Tensor)
+        for entry in optimizer.state.get(parameter, {}).values()
+        for value in ((entry,) if isinstance(entry, torch.Tensor) else (one for _, one in inside_of(entry, "")))
     }
     for item in state.tensors:
         owner = item.name.partition("/")[0]

@@ -20,7 +20,14 @@ from torch import nn
 
 from checkflow.core.boxes import Box, whole
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
-from checkflow.core.state import TrainingState, collect_state, dtype_name, optimizer_parameters
+from checkflow.core.state import (
+    TrainingState,
+    collect_state,
+    dtype_name,
+    is_beside,
+    optimizer_parameters,
+    training_device,
+)
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import Manifest, TensorEntry, names_of_rank
@@ -35,7 +42,9 @@ from checkflow.runtime.state.collect import (
     refuse_unfit_state,
     restore_extra,
     share_lazy_state,
+    with_tensors,
 )
+from checkflow.runtime.state.gathering import make_tensor, stored_in
 from checkflow.runtime.state.meshes import RankView
 from checkflow.runtime.store.discovery import open_verified, recover
 from checkflow.runtime.store.files import has_manifest, step_name
@@ -235,7 +244,11 @@ def restore(
         optimizers = {name: one for name, one in optimizers.items() if name in extra["job"]["optimizers"]}
     with no_collection():
         state, live, boxes = _look(models, optimizers, view)
-    named = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
+    held = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
+    alone = stored_in(extra["job"])
+    if lacking := sorted(alone.keys() - held.keys()):
+        raise CorruptCheckpointError(f"{checkpoint.path} lacks the tensor {lacking[0]}, which its extra state names")
+    named = {name: source for name, source in held.items() if name not in alone and not is_beside(name)}
     if view is None:
         stages.refuse_shared_names(checkpoint.manifest, models, 1)
     sources = {**named, **dict(checkpoint.ties)}
@@ -283,12 +296,23 @@ def restore(
     if view is not None:  # what was made lies in parts, too
         state, live, boxes = _look(models, optimizers, view)
         compare(live, boxes, state.ties)
+    device = training_device(models)
+    beside = {
+        name: make_tensor(checkpoint.manifest.tensors[held[name]], device if one.apart else torch.device("cpu"))
+        for name, one in alone.items()
+    }
     with no_collection():
-        fill_all(checkpoint, [(sources[name], tensor, boxes.get(name)) for name, tensor in live.items()])
+        fill_all(
+            checkpoint,
+            [
+                *((sources[name], tensor, boxes.get(name)) for name, tensor in live.items()),
+                *((held[name], tensor, None) for name, tensor in beside.items()),
+            ],
+        )
     if view is None:
         checkpoint.verify_rest()
     if not from_import:
-        restore_extra(extra["job"], models, optimizers, objects)
+        restore_extra(with_tensors(extra["job"], models, optimizers, beside), models, optimizers, objects)
     else:
         imported.restore_extra(extra["job"], models, optimizers)
         if view is None or not view.rank:
@@ -345,10 +369,9 @@ def restore_rank(
         if name in placed:
             box = placed[name].box
         else:
-            of = name
-            while of not in parameters and "." in of:
-                of = of.rpartition(".")[0]
-            # Of state that the optimizer has yet to make; what is not in the job is refused later.
+            of = name.rpartition(".")[0]
+            # Of state that the optimizer has yet to make; what is not in the job is refused later. What lies in a list
+            # or is part of a tensor is read whole.
             box = (of_parameter.get(id(parameters[of])) if of in parameters else None) or whole(entry.shape)
         return box if box.shape == entry.shape else whole(entry.shape)  # a number, or a mismatch that is found later
 
@@ -375,7 +398,7 @@ def _look(
 ) -> tuple[TrainingState, dict[str, torch.Tensor], dict[str, Box]]:
     """The job's state, its tensors (of a rank: its parts) by name, and of a rank their boxes."""
     state = collect_state(models, optimizers, of_a_rank=view is not None)
-    live = {item.name: item.tensor for item in state.tensors}
+    live = {item.name: item.tensor for item in state.tensors if not item.inside}  # those are made anew
     placed = view.placements(state, models, optimizers) if view else {}
     return state, live, {name: one.box for name, one in placed.items()}
 

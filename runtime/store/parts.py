@@ -19,7 +19,7 @@ from checkflow.core.boxes import Box, overlap, part_name, whole
 from checkflow.core.errors import MismatchError, StorageError, UnsupportedError
 from checkflow.core.graph import STRICT, Many, Named
 from checkflow.core.units import format_size
-from checkflow.runtime.format import manifest
+from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord
 from checkflow.runtime.format.manifest import FileEntry, FileName, Manifest, Piece, Size, TensorEntry
 from checkflow.runtime.store.cleanup import remove, temporary_name
@@ -260,6 +260,8 @@ def commit_ranks(
             if gathered.extra is not None:
                 extra = write_file(folder, manifest.EXTRA, iter([memoryview(gathered.extra)]))
                 described = dataclasses.replace(described, files={**described.files, manifest.EXTRA: extra})
+            if _has_newer_extra(folder):
+                described = dataclasses.replace(described, version=2)
             write_file(folder, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))  # (4)
             sync_folder(folder)  # (5)
         finally:
@@ -342,6 +344,16 @@ def _refuse_size(folder: int, name: str, entry: FileEntry) -> None:
         raise StorageError(
             f"{name} has {size} bytes, and {entry.size_bytes} by its record: do all ranks see one directory?"
         )
+
+
+def _has_newer_extra(folder: int) -> bool:
+    fd, _ = fs.open_regular(manifest.EXTRA, dir_fd=folder)
+    try:
+        head = bytearray(codec.HEAD_BYTES)
+        fs.read_all(fd, memoryview(head), 0)
+    finally:
+        fs.close_quietly(fd)
+    return codec.is_newer(bytes(head))
 
 
 def part_records(

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from checkflow.core.errors import CheckflowError, StorageError, UnsupportedError
-from checkflow.runtime.format import manifest
+from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.format.layout import OWNER, Layout, file_image
 from checkflow.runtime.store import cleanup, retention
 from checkflow.runtime.store.cleanup import BROKEN, SUPERSEDED, temporary_name
@@ -200,6 +200,7 @@ class Store:
             ties=tuple(ties),
             absent=tuple(absent),
             info=plain,
+            version=2 if codec.is_newer(extra) else 1,
         )
         return self.commit_written(
             step,

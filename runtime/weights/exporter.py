@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +16,11 @@ import safetensors.torch
 import torch
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError, UnsupportedError
+from checkflow.core.state import is_beside
 from checkflow.core.units import format_size
 from checkflow.runtime.format import codec
 from checkflow.runtime.state import stages
+from checkflow.runtime.state.gathering import make_tensor, put_back, stored_in
 from checkflow.runtime.store.filling import fill_all
 from checkflow.runtime.store.reader import Checkpoint
 
@@ -57,8 +60,11 @@ def state_dicts(checkpoint: Checkpoint, progress: Progress = lambda part, done, 
             f"{checkpoint.path} was saved by shards, which checkflow.shards reads (docs/how-to/shards.md)"
         )
     job = stages.job_of_all(checkpoint, extra["job"])
-    tensors = _read_all(checkpoint, progress)
+    alone = stored_in(job)
+    tensors = _read_all(checkpoint, progress, in_order=alone)
     tensors |= {name: tensors[of] for name, of in checkpoint.ties}
+    job = put_back(job, tensors.__getitem__, lambda key: key.parameter)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in alone and not is_beside(name)}
     optimizers = job["optimizers"]
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -76,9 +82,11 @@ def state_dicts(checkpoint: Checkpoint, progress: Progress = lambda part, done, 
     return found | ({"parameters": parameters} if parameters else {})
 
 
-def _read_all(checkpoint: Checkpoint, progress: Progress) -> dict[str, torch.Tensor]:
+def _read_all(checkpoint: Checkpoint, progress: Progress, in_order: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """All tensors, row-major; those that are named ``in_order`` as they were in memory."""
+    cpu = torch.device("cpu")
     tensors = {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
+        name: make_tensor(entry if name in in_order else dataclasses.replace(entry, permutation=None), cpu)
         for name, entry in checkpoint.tensors.items()
     }
     whole_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -148,7 +156,7 @@ def flat_state(checkpoint: Checkpoint, found: Mapping[str, Any]) -> dict[str, An
     if DCP in extra:  # has the names that its job chose
         return dict(found)
     optimizers = stages.job_of_all(checkpoint, extra["job"])["optimizers"]
-    models = {name.partition("/")[0] for name in checkpoint.tensors} - optimizers.keys()
+    models = {name.partition("/")[0] for name in checkpoint.tensors if not is_beside(name)} - optimizers.keys()
     flat = {name: value for name, value in found.items() if name not in models}
     for owner, saved in optimizers.items():
         state = dict(found[owner]["state"])
@@ -217,7 +225,7 @@ def export(
 
 
 def _save_model(checkpoint: Checkpoint, found: Mapping[str, Any], model: str | None, path: Path) -> None:
-    owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors)
+    owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors if not is_beside(name))
     named = [name for name, value in found.items() if isinstance(value, Mapping)] if DCP in owners else [*owners]
     models = [name for name in named if "param_groups" not in found[name] and _holds_tensors(found[name])]
     if not models:

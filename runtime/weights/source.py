@@ -16,14 +16,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.core.paths import refuse_url
+from checkflow.core.state import is_beside
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import MAX_HEADER_BYTES, STORED_TYPES
 from checkflow.runtime.format.manifest import MANIFEST
+from checkflow.runtime.state.gathering import make_tensor, put_back, stored_in
 from checkflow.runtime.state.stages import job_of_all
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import StoredTensor, parse_header, parse_step, read_header
+from checkflow.runtime.store.filling import fill_all
 from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.system import fs
 from checkflow.runtime.weights.weights import (
@@ -211,7 +216,7 @@ def _open_checkpoint(path: Path, key: str | None, closing: contextlib.ExitStack)
 
     checkpoint = closing.enter_context(open_checkpoint(choose(path)))
     job = job_of_all(checkpoint, codec.decode(checkpoint.extra_bytes)["job"])
-    owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors)
+    owners = dict.fromkeys(name.partition("/")[0] for name in checkpoint.tensors if not is_beside(name))
     models = sorted(owner for owner in owners if owner not in job["optimizers"])
     if key is None and len(models) != 1:
         raise MismatchError(f"{checkpoint.path} has the models {', '.join(models)}: say which")
@@ -240,11 +245,13 @@ def _of_checkpoint(checkpoint: Checkpoint, owner: str, job: Mapping[str, Any], o
                 tensors[key] = Described(entry.dtype, tuple(entry.shape))
             else:
                 ties[key] = root
+    modules = {path: value for path, value in job["modules"].items() if path.startswith(prefix)}
+    cpu = torch.device("cpu")
+    beside = {name: make_tensor(checkpoint.tensors[name], cpu) for name in stored_in(modules)}
+    fill_all(checkpoint, [(name, tensor, None) for name, tensor in beside.items()])
     extras = {
-        f"{module}.{EXTRA_STATE}" if module else EXTRA_STATE: value
-        for path, value in job["modules"].items()
-        for of, _, module in [path.partition("/")]
-        if of == owner
+        f"{module}.{EXTRA_STATE}" if (module := path.removeprefix(prefix)) else EXTRA_STATE: value
+        for path, value in put_back(modules, beside.__getitem__).items()
     }
     return Weights(
         str(checkpoint.path), "checkflow", tensors,
