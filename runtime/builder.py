@@ -39,6 +39,7 @@ from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.start.memory import reclaim_alone
 from checkflow.runtime.start.other_ranks import refuse_loss
 from checkflow.runtime.start.ranks import RankStart, open_store, start_rank
+from checkflow.runtime.state.collect import refuse_unsaved
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
@@ -89,8 +90,8 @@ def check_job(job: Job, given: Plan | None, *, of_a_rank: bool = False) -> torch
     device = compatibility.copied_device(job.models, job.optimizers, of_a_rank=of_a_rank)
     refuse_hidden_state(job.optimizers)
     if STATE in (*job.models, *job.optimizers):
-        raise UnsupportedError(f"no model or optimizer can be called {STATE!r}, as files of other state are")
-    job.walk.current()
+        raise UnsupportedError(f"no model or optimizer can be called {STATE}, as files of other state are")
+    refuse_unsaved(job.walk, job.optimizers)
     refuse_objects(job.objects, job.walk.gather().take)
     if given is not None:
         implementations = compatibility.implementations(job.models, job.optimizers)

@@ -606,6 +606,17 @@ def run_with_wrapper() -> Any:
     return TrainingStep(model, optimizer, loss=lambda m, x: m(x).sum(), batch=torch.zeros(1, 2))
 
 
+def with_state_dict(adds: Callable[[torch.optim.Optimizer], Any]) -> Callable[[Path, Plan], Any]:
+    class Adding(torch.optim.SGD):
+        def state_dict(self) -> Any:
+            added = adds(self)
+            return {**super().state_dict(), **added} if isinstance(added, dict) else added
+
+    return lambda directory, _: Checkpointer(
+        model := nn.Linear(2, 2), Adding(model.parameters(), lr=0.1), directory=directory
+    )
+
+
 def fitting(plan: Plan, directory: Path) -> tuple[nn.Module, torch.optim.Optimizer, Checkpointer]:
     model = nn.Linear(2, 2)
     optimizer = sgd(model.parameters())
@@ -711,6 +722,15 @@ RUNTIME: dict[str, tuple[Callable[[Path, Plan], Any], str]] = {
     "wrapper, traced": (lambda _, __: trace(run_with_wrapper(), name="n"), "optimizer optimizer is Around around SGD"),
     "wrapper, run": (lambda _, __: measure_step(run_with_wrapper(), name="n"), "is Around around SGD"),
     "a URL": (lambda _, __: load_weights(nn.Linear(2, 2), "s3://bucket/run"), "s3://bucket/run is a URL"),
+    "own keys that nothing takes": (with_state_dict(lambda _: {"turn": 1}), "adds 'turn' to its state_dict"),
+    "an error in state_dict": (with_state_dict(lambda _: 1 // 0), "raised ZeroDivisionError"),
+    "no dictionary": (with_state_dict(lambda _: []), "returned a list"),
+    "by id": (with_state_dict(lambda one: {id(one.param_groups[0]["params"][0]): 1}), "the id"),
+    "by a tensor": (with_state_dict(lambda _: {torch.ones(1): 1}), "a tensor as a key"),
+    "reserved": (
+        lambda path, _: Checkpointer({"job-state": nn.Linear(2, 2)}, directory=path),
+        "no model or optimizer can be called job-state",
+    ),
     "meta": (open_with(nn.Linear(2, 2, device="meta")), "model/weight is on the meta device"),
     "hogwild": (
         open_with(nn.Linear(2, 2).share_memory()),
@@ -809,6 +829,9 @@ def test_limits_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         patch.setattr(codec.msgpack, "packb", too_large)  # what msgpack says beyond 4 GiB
         assert_refused(lambda: codec.encode("x"), UnsupportedError, "too large to be saved")
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "MAX_EXTRA_BYTES", codec._ADDED_BYTES + 100)
+        assert_refused(lambda: codec.encode([np.zeros(30)], name="state"), UnsupportedError, r"^state\[0\]: all values")
     monkeypatch.setattr(layout, "MAX_HEADER_BYTES", 4000)
     assert_refused(lambda: make_layout([record("m/x", ())]), UnsupportedError, "do not fit")
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 10)

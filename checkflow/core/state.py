@@ -15,6 +15,7 @@ import math
 import operator
 import sys
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -92,10 +93,24 @@ def as_optimizers(
                 name = f"{name}.optimizer"
             taken.add(name)
         found[name] = unwrap_optimizer(one)
+        if isinstance(one, torch.optim.Optimizer):
+            _keepers[found[name]] = weakref.ref(one)
     for one in found.values():
         if isinstance(one, torch.optim.Optimizer):  # others are refused elsewhere
             _have_hooks(one)
     return found
+
+
+# By optimizer, the wrapper that was passed: it may have a state_dict() of its own.
+_keepers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[torch.optim.Optimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def keeper_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the wrapper that was passed for an optimizer, or the optimizer itself."""
+    kept = _keepers.get(optimizer)
+    return optimizer if kept is None else kept() or optimizer
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

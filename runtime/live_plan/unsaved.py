@@ -13,6 +13,7 @@ from torch import nn
 
 from checkflow.core.planner_api import Carried
 from checkflow.runtime.job.job import Job
+from checkflow.runtime.state import own_keys
 from checkflow.runtime.state.collect import modules_with_extra_state
 from checkflow.runtime.state.variables import Variables
 
@@ -58,6 +59,7 @@ def _holders(job: Job) -> Iterator[Any]:
     yield job.loader
     for optimizer in job.optimizers.values():
         yield from (optimizer.state, optimizer.param_groups)
+    yield from own_keys.state_dicts(job.optimizers).values()
     for _, module in modules_with_extra_state(job.models):
         yield vars(module)
 

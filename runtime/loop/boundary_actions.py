@@ -287,7 +287,8 @@ class BoundaryActions:
         known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
         generators = known.pop("generators")  # copies: they wait for the writer
         # Now, since the rest may share memory with what training goes on to write.
-        encoded = codec.encode(known, marks=None)
+        newer = any("own" in one for one in job["optimizers"].values())
+        encoded = codec.encode(known, marks=newer or None)
 
         def extra() -> bytes:
             return codec.with_entry(encoded, "generators", compact_generators(generators))

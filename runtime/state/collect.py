@@ -27,6 +27,7 @@ from checkflow.core.state import (
     dense_parts,
     held_tensors,
     is_composite,
+    is_distributed,
     module_names,
     nested_in,
     optimizer_parameters,
@@ -34,7 +35,9 @@ from checkflow.core.state import (
     training_device,
 )
 from checkflow.runtime.format import codec
-from checkflow.runtime.state.gathering import Gathering, Restless, put_back
+from checkflow.runtime.format.manifest import TensorEntry
+from checkflow.runtime.state import own_keys
+from checkflow.runtime.state.gathering import Gathering, Restless, make_tensor, put_back
 from checkflow.runtime.state.variables import Variables
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
@@ -343,6 +346,8 @@ def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str,
     """Extra state at this instant, right after ``current``: encode it before training continues, as it may share
     memory. Its tensors are in ``walk.captured`` from now on.
     """
+    if full := own_keys.state_dicts(optimizers):
+        walk.current()  # they, or torch's hooks, may have changed it
     gathering = walk.gather()
     take = gathering.take
     job = {
@@ -355,8 +360,22 @@ def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str,
         },
         "objects": {name: take(value.state_dict(), f"{STATE}/{name}") for name, value in objects.items()},
     }
+    for name, one in full.items():
+        if (own := own_keys.take_own(name, optimizers[name], one, take)) is not None:
+            job["optimizers"][name]["own"] = own
     walk.gathered(gathering)
     return job
+
+
+def refuse_unsaved(walk: StateWalk, optimizers: Optimizers) -> None:
+    """Refuse optimizers of which something cannot be saved now, or not be handed back. Raises UnsupportedError."""
+    full = own_keys.state_dicts(optimizers)
+    walk.current()
+    take = walk.gather().take
+    for name, optimizer in optimizers.items():
+        codec.encode(_capture_optimizer(name, optimizer, walk.names[name], take), name=f"optimizer {name!r}")
+        if name in full:
+            own_keys.refuse_unsaved(name, optimizer, full[name], take)
 
 
 def refuse_extra_mismatch(
@@ -378,6 +397,7 @@ def refuse_extra_mismatch(
         names = {id(parameter): path for path, parameter in optimizer_parameters(models, optimizer)}
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         refuse_other_class(name, optimizer, extra["optimizers"][name])
+        own_keys.refuse_mismatch(name, optimizer, extra["optimizers"][name])
         _refuse_other_groups(name, groups, [group["params"] for group in extra["optimizers"][name]["groups"]])
 
 
@@ -427,18 +447,33 @@ def with_tensors(
             if is_composite(item.tensor):
                 for suffix, part in dense_parts(item.tensor):
                     held.setdefault(item.name + suffix, part)
+    found = {**held, **tensors}
     parameters = {name: dict(optimizer_parameters(models, one)) for name, one in optimizers.items()}
-    return put_back(extra, {**held, **tensors}.__getitem__, lambda key: parameters[key.optimizer][key.parameter])
+
+    def find(name: str) -> torch.Tensor:
+        if name not in found:
+            raise MismatchError(f"the checkpoint has values that refer to {name}, which is not in the job")
+        return found[name]
+
+    def parameter(key: codec.Named) -> torch.Tensor:
+        one = parameters.get(key.optimizer, {}).get(key.parameter)
+        if one is None:
+            raise MismatchError(f"the checkpoint has values by {key.parameter}, no parameter of {key.optimizer} here")
+        return one
+
+    return put_back(extra, find, parameter)
 
 
-def restore_extra(
-    extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
-) -> None:
-    """Restore what :func:`capture_extra` returned, with its tensors, and :func:`refuse_extra_mismatch` accepted."""
-    for name, module in modules_with_extra_state(models):
-        module.set_extra_state(extra["modules"][name])
+def restore_optimizers(extra: Mapping[str, Any], models: Models, optimizers: Optimizers) -> None:
+    """Restore groups and values of what :func:`capture_extra` returned, with its tensors."""
     for name, optimizer in optimizers.items():
         _restore_optimizer(models, optimizer, extra["optimizers"][name])
+
+
+def restore_extra(extra: Mapping[str, Any], models: Models, objects: Mapping[str, Stateful]) -> None:
+    """Restore all else of what :func:`capture_extra` returned, and :func:`refuse_extra_mismatch` accepted."""
+    for name, module in modules_with_extra_state(models):
+        module.set_extra_state(extra["modules"][name])
     for name, value in objects.items():
         value.load_state_dict(extra["objects"][name])
 
@@ -537,23 +572,26 @@ def make_lazy_state(
     name: str,
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
+    entry: TensorEntry,
     *,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
     on_host: bool | None,
+    as_parameter: bool,
 ) -> torch.Tensor:
     """Create an optimizer state tensor that the optimizer would create at its first step, and return it.
 
-    ``on_host``: whether in host memory, wherever its parameter is; None: as torch does for step counters.
+    Args:
+        on_host: whether in host memory, wherever its parameter is; None: as torch does for step counters.
+        as_parameter: whether it lies in memory as its parameter, if it has the same shape.
     """
+    shape, dtype = tuple(entry.shape), getattr(torch, entry.dtype)
     parameter, key = _place_of(name, parameters)
     if on_host is None:
         (group,) = (g for g in optimizer.param_groups if any(one is parameter for one in g["params"]))
         on_host = not shape and not (group.get("capturable") or group.get("fused"))  # as for torch's step counters
-    if tuple(parameter.shape) == shape and not on_host:
+    if tuple(parameter.shape) == shape and not on_host and (as_parameter or is_distributed(parameter)):
         tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     else:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+        tensor = make_tensor(entry, torch.device("cpu") if on_host else parameter.device)
     optimizer.state[parameter][key] = tensor
     return tensor
 

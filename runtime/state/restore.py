@@ -25,13 +25,14 @@ from checkflow.core.state import (
     collect_state,
     dtype_name,
     is_beside,
+    memory_order,
     optimizer_parameters,
     training_device,
 )
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import Manifest, TensorEntry, names_of_rank
-from checkflow.runtime.state import half_restored, imported, stages
+from checkflow.runtime.state import half_restored, imported, own_keys, stages
 from checkflow.runtime.state.collect import (
     Stateful,
     derived_generators,
@@ -41,6 +42,7 @@ from checkflow.runtime.state.collect import (
     refuse_extra_mismatch,
     refuse_unfit_state,
     restore_extra,
+    restore_optimizers,
     share_lazy_state,
     with_tensors,
 )
@@ -277,17 +279,18 @@ def restore(
             make_state_by_stepping(optimizers[owner])
         state, live, boxes = _look(models, optimizers, view)
         compare(live, boxes, state.ties)
-    drop_state({name for name in (*live, *dict(state.ties)) if name not in sources}, models, optimizers)
-    live = {name: tensor for name, tensor in live.items() if name in sources}
+    gone = {name for name in (*live, *dict(state.ties)) if name not in sources}
+    if not from_import and view is None:
+        gone |= _in_another_order(checkpoint, state, sources)
+    drop_state(gone, models, optimizers)
+    live = {name: tensor for name, tensor in live.items() if name not in gone}
     ties = {further: name for further, name in state.ties if name in live}
     for name, source in named.items():
         owner = name.partition("/")[0]
         if name not in live and name not in ties:
-            entry = checkpoint.manifest.tensors[source]
             live[name] = make_lazy_state(
-                name, optimizers[owner], parameters[owner],
-                shape=tuple(entry.shape), dtype=getattr(torch, entry.dtype),
-                on_host=None if host_tensors is None else name in host_tensors,
+                name, optimizers[owner], parameters[owner], checkpoint.manifest.tensors[source],
+                on_host=None if host_tensors is None else name in host_tensors, as_parameter=from_import,
             )  # fmt: skip
     for further, name in checkpoint.ties:
         owner = further.partition("/")[0]
@@ -301,18 +304,21 @@ def restore(
         name: make_tensor(checkpoint.manifest.tensors[held[name]], device if one.apart else torch.device("cpu"))
         for name, one in alone.items()
     }
+    targets = [
+        *((sources[name], tensor, boxes.get(name)) for name, tensor in live.items()),
+        *((held[name], tensor, None) for name, tensor in beside.items()),
+    ]
     with no_collection():
-        fill_all(
-            checkpoint,
-            [
-                *((sources[name], tensor, boxes.get(name)) for name, tensor in live.items()),
-                *((held[name], tensor, None) for name, tensor in beside.items()),
-            ],
-        )
+        fill_all(checkpoint, targets)
     if view is None:
         checkpoint.verify_rest()
     if not from_import:
-        restore_extra(with_tensors(extra["job"], models, optimizers, beside), models, optimizers, objects)
+        job = with_tensors(extra["job"], models, optimizers, beside)
+        restore_optimizers(job, models, optimizers)
+        if own_keys.hand_back(optimizers, job["optimizers"]):
+            with no_collection():
+                fill_all(checkpoint, targets)  # the user's code had the tensors
+        restore_extra(job, models, objects)
     else:
         imported.restore_extra(extra["job"], models, optimizers)
         if view is None or not view.rank:
@@ -401,6 +407,20 @@ def _look(
     live = {item.name: item.tensor for item in state.tensors if not item.inside}  # those are made anew
     placed = view.placements(state, models, optimizers) if view else {}
     return state, live, {name: one.box for name, one in placed.items()}
+
+
+def _in_another_order(checkpoint: Checkpoint, state: TrainingState, sources: Mapping[str, str]) -> set[str]:
+    """Optimizer state whose dimensions have another order in memory than in the job that saved it: made anew."""
+    shared = {name for pair in state.ties for name in pair}
+    found = set()
+    for item in state.tensors:
+        if item.kind == "optimizer" and item.whole is None and not item.inside and item.name not in shared:
+            entry = checkpoint.manifest.tensors.get(sources.get(item.name, ""))
+            order = memory_order(item.tensor)
+            row_major = tuple(range(item.tensor.dim()))
+            if entry is not None and order is not None and (entry.permutation or row_major) != order:
+                found.add(item.name)
+    return found
 
 
 def _makers(

@@ -133,7 +133,9 @@ def optimizer_state(
     for name, values in saved["values"].items():
         if values:
             state.setdefault(numbers[name], {}).update(values)
-    return {"state": {**dict(sorted(state.items())), **saved["others"]}, "param_groups": groups}
+    own = saved.get("own") or {"keys": {}, "without": []}
+    found: dict[str, Any] = {"state": {**dict(sorted(state.items())), **saved["others"]}, "param_groups": groups}
+    return {**{key: value for key, value in found.items() if key not in own["without"]}, **own["keys"]}
 
 
 def _parameter_of(name: str, numbers: Mapping[str, int]) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from checkflow import Checkpointer, DataLoader, load_weights
 from checkflow.core.errors import CorruptCheckpointError, LockedError, MismatchError
 from checkflow.runtime.state import half_restored
-from checkflow.runtime.state.collect import StateWalk, capture_extra, restore_extra
+from checkflow.runtime.state.collect import StateWalk, capture_extra, restore_optimizers
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.lock import DirectoryLock
 from checkflow.runtime.store.store import Store
@@ -276,14 +276,14 @@ def test_what_an_optimizer_keeps_for_all_parameters_returns_where_it_lay() -> No
     saved["others"] = {"all": {"sum": torch.ones(3), "seen": [torch.arange(2), 5]}}
     saved["values"]["1.bias"]["al"] = [torch.ones(2), None]
     optimizer.state.clear()
-    restore_extra(extra, {"model": model}, {"optimizer": optimizer}, {})
+    restore_optimizers(extra, {"model": model}, {"optimizer": optimizer})
     restored = optimizer.state["all"]  # type: ignore[index]
     assert (restored["sum"].device.type, restored["seen"][0].device.type) == ("meta", "cpu")
     assert restored["seen"][1] == 5
     first, second = optimizer.state[model[1].bias]["al"]
     assert (first.device.type, second) == ("meta", None)
     del saved["others_apart"]  # of an earlier release
-    restore_extra(extra, {"model": model}, {"optimizer": optimizer}, {})
+    restore_optimizers(extra, {"model": model}, {"optimizer": optimizer})
     assert optimizer.state["all"]["sum"].device.type == "cpu"  # type: ignore[index]
 
 
