@@ -123,9 +123,7 @@ def test_a_setting_of_another_torchtitan_is_refused_where_it_is_set() -> None:
         )
 
     made(Config(enable=True))
-    with pytest.raises(
-        UnsupportedError, match=r"checkpoint\.replicas .* this version does not know"
-    ):
+    with pytest.raises(UnsupportedError, match=r"checkpoint\.replicas .* this version does not know"):
         made(Config(enable=True, replicas=[1]))
 
 
