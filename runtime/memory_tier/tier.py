@@ -127,7 +127,7 @@ class MemoryTier:
             try:
                 with fs.folder(str(self._directory)) as beside:
                     data = MARKS.dump_json(Mark(self._token, boot_id()))
-                    fs.publish(self._mark, data, dir_fd=beside, mode=0o600, synced=True)
+                    _publish(beside, self._mark, data, synced=True)
                     sync_folder(beside)
             except OSError as error:
                 self._warn(f"{self._directory / self._mark} cannot be written: {error.strerror}")
@@ -181,7 +181,7 @@ class MemoryTier:
             )  # fmt: skip
             if len(extra) > _SMALL_BYTES:
                 _refuse_too_much(len(extra))
-            self._publish(f"buffer-{index}.extra", extra)
+            _publish(self._open_folder, f"buffer-{index}.extra", extra)
             data = RECORDS.dump_json(record)
             with self._mutex:
                 self._kept[index] = _Kept(capture.step, capture.plan_digest, capture.by_plan)
@@ -299,7 +299,7 @@ class MemoryTier:
         return self._layouts[id(layout)][1]
 
     def _publish(self, name: str, data: bytes) -> None:
-        fs.publish(name, data, dir_fd=self._open_folder, mode=0o600)
+        _publish(self._open_folder, name, data)
 
 
 def _refuse_too_much(size_bytes: int) -> None:
@@ -313,3 +313,7 @@ def _refuse_too_much(size_bytes: int) -> None:
             f"{format_size(size_bytes)} are more than half of the {format_size(free_bytes)} that are free in "
             f"{records.ROOT} (--shm-size gives a container more)"
         )
+
+
+def _publish(folder: int, name: str, data: bytes, *, synced: bool = False) -> None:
+    fs.publish(name, data, dir_fd=folder, mode=0o600, synced=synced)

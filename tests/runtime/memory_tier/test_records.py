@@ -297,10 +297,10 @@ def test_where_the_mark_cannot_be_written_it_is_tried_again_with_each_capture(
     """The disk of the checkpoints is full at the start; shared memory is not."""
     tier, publish, full = MemoryTier(tmp_path, RunLife("run")), tier_module._publish, [True]
 
-    def publish_unless_full(folder: int, name: str, data: bytes) -> None:
+    def publish_unless_full(folder: int, name: str, data: bytes, **more: bool) -> None:
         if full and name == MARK:
             raise OSError(errno.ENOSPC, "No space left on device")
-        publish(folder, name, data)
+        publish(folder, name, data, **more)
 
     monkeypatch.setattr(tier_module, "_publish", publish_unless_full)
     with caplog.at_level(logging.INFO, "checkflow"):

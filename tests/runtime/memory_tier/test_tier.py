@@ -302,15 +302,15 @@ print("step", report["lag"]["captured_step"])
 
 
 def test_shared_memory_that_fills_up_later_costs_records_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish, calls = fs.publish, []
+    publish, calls = tier_module._publish, []
 
-    def full(name: str, data: bytes, **more: Any) -> None:
+    def full(folder: int, name: str, data: bytes, **more: bool) -> None:
         if name.endswith(".extra") and len(calls) > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         calls.append(name)
-        publish(name, data, **more)
+        publish(folder, name, data, **more)
 
-    monkeypatch.setattr(fs, "publish", full)
+    monkeypatch.setattr(tier_module, "_publish", full)
     with resume(tmp_path, every=1) as checkpointer:
         for _ in checkpointer.epochs(2):
             train(checkpointer)
