@@ -43,7 +43,9 @@ SETTLE_SECONDS = 6.0  # in place of a minute
 WRITE_BACK_SECONDS = 2  # which a version of today's rule does not live
 LIFE_SECONDS = 7.0  # from the first commit to the last: beyond SETTLE_SECONDS
 ITERATION_SECONDS = 0.05
-ENDPOINT = "http://127.0.0.1:8333"
+# Of the server, in a network of its own; but it names its sockets in /tmp by them, and no one else's are to be taken.
+PORTS = {"master": 21333, "volume": 21080, "filer": 21888, "s3": 21833}
+ENDPOINT = f"http://127.0.0.1:{PORTS['s3']}"
 REMOTE = {
     "RCLONE_CONFIG": "/dev/null", "RCLONE_CONFIG_W_TYPE": "s3", "RCLONE_CONFIG_W_PROVIDER": "Other",
     "RCLONE_CONFIG_W_ENDPOINT": ENDPOINT, "RCLONE_CONFIG_W_ACCESS_KEY_ID": "any",
@@ -99,7 +101,7 @@ def server(folder: Path) -> Iterator[None]:
     log = folder / "weed.log"
     running = tool(
         "weed", "server", f"-dir={folder / 'objects'}", "-ip=127.0.0.1", "-s3", "-master.volumeSizeLimitMB=64",
-        "-volume.max=20", log=log,
+        "-volume.max=20", *(f"-{part}.port={port}" for part, port in PORTS.items()), log=log,
     )  # fmt: skip
     try:
         wait_for(lambda: answers() or running.poll() is not None)
@@ -108,6 +110,9 @@ def server(folder: Path) -> Iterator[None]:
     finally:
         running.kill()
         running.wait()
+        for part, port in PORTS.items():
+            for socket_name in (f"{part}-{port}", f"{part}-grpc-{port + 10000}"):
+                Path(f"/tmp/seaweedfs-{socket_name}.sock").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
