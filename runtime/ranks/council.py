@@ -73,6 +73,7 @@ class Council:
         self._wake = threading.Event()
         self._waiting = 0  # threads
         self._closing = self._ended = False
+        self._last = False  # rank 0's: no other rank is left
         self._error: BaseException | None = None  # that has ended the thread
         self._round_begun = math.inf  # time.monotonic, while a round runs: torch's store may never answer
         self._thread = threading.Thread(target=self._run, name="checkflow-council", daemon=True)
@@ -372,6 +373,7 @@ class Council:
         if self.rank == 0:  # the store may end with this process, and the others have not read its last word
             others = set(range(1, self.world_size))
             self._wait_quietly(lambda: others <= {*self.overview.left, *self.view.silent}, _CLOSE_SECONDS)
+            self._last = others <= {*self.overview.left, *self.view.silent}
 
         def leave(member: Member, chair: Chair | None, now: float) -> None:
             member.leave(reason)
@@ -428,7 +430,7 @@ class Council:
             logger.error("the council of the ranks has ended: %s", error)
         finally:
             if place is not None:
-                place.close()
+                place.close(last=self._last)
             with self._news:
                 self._ended = True
                 self._news.notify_all()
@@ -484,7 +486,7 @@ class _NoPlace:
     def drop(self, keys: object) -> None:
         raise self._fault
 
-    def close(self) -> None:
+    def close(self, *, last: bool = False) -> None:
         """Nothing is open."""
 
 

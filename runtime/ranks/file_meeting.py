@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import xxhash
 
 from checkflow.core.small_files import IrregularError
 from checkflow.runtime.format.manifest import MAX_MANIFEST_BYTES
+from checkflow.runtime.store.cleanup import remove
 from checkflow.runtime.store.file_writer import write_file
 from checkflow.runtime.store.store import reported, sync_folder
 from checkflow.runtime.system import fs
+
+logger = logging.getLogger("checkflow")
 
 _FOLDER = ".council-"
 _SEALED = re.compile(rb"([0-9a-f]{32})\n(.*)", re.DOTALL)
@@ -59,8 +63,11 @@ class FileMeeting:
                 with contextlib.suppress(FileNotFoundError):
                     fs.unlink(_file_name(key), dir_fd=self._folder)
 
-    def close(self) -> None:
+    def close(self, *, last: bool = False) -> None:
         fs.close_quietly(self._folder)
+        if last:
+            with _warning(self._directory), fs.folder(str(self._directory.resolve())) as root:
+                remove(self._name, dir_fd=root)
 
     def _what(self) -> str:
         return f"rank {self._rank} cannot meet the others in {self._directory}"
@@ -93,16 +100,26 @@ def _file_name(key: str) -> str:
     return key.replace("/", ".")
 
 
-def remove_earlier(directory: Path, generation: str) -> None:
-    """Remove the folders of other starts of the job. Needs the directory's lock.
+def remove_earlier(directory: Path, generation: str = "") -> None:
+    """Remove the folders in which ranks have met that did not end by themselves. What cannot be removed is logged.
 
-    Raises:
-        StorageError: one of them cannot be removed.
+    Args:
+        directory: this process holds its lock: so no other job trains there.
+        generation: this start's, whose folder stays; "": this process trains alone.
     """
-    with reported(f"cannot remove what earlier starts have left in {directory}"), fs.folder(str(directory)) as root:
+    with _warning(directory), fs.folder(str(directory)) as root:
         for name in fs.names(root):
             if name.startswith(_FOLDER) and name != f"{_FOLDER}{generation}":
-                with fs.folder(name, dir_fd=root) as folder:
-                    for file in fs.names(folder):
-                        fs.unlink(file, dir_fd=folder)
-                fs.rmdir(name, dir_fd=root)
+                with _warning(directory):
+                    remove(name, dir_fd=root)
+
+
+@contextlib.contextmanager
+def _warning(directory: Path) -> Iterator[None]:
+    """A folder that stays costs a few kilobytes, and the next start tries again."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("cannot remove what ranks that met in %s have left there: %s", directory, error.strerror)

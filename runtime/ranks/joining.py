@@ -45,11 +45,12 @@ def join(identity: Identity, directory: Path, *, silent_seconds: float = 15.0, s
         return TorchMeeting(*address, name, ANSWER_SECONDS)
 
     name = f"starts-{identity.launch}-{next(_counted)}"
-    place = _open_within(lambda: open_place(name), start_seconds)
+    place, agreed = _open_within(lambda: open_place(name), start_seconds), False
     try:
         generation = agree_generation(place, identity.rank, identity.world_size, start_seconds)
+        agreed = True
     finally:
-        place.close()
+        place.close(last=agreed and identity.rank == 0)  # it has the word of all others that they know the generation
     return Council(
         identity.rank, identity.world_size, generation, lambda: open_place(generation),
         silent_seconds=silent_seconds, start_seconds=start_seconds,

@@ -26,8 +26,8 @@ class MeetingPlace(Protocol):
     def drop(self, keys: Sequence[str]) -> None:
         """Remove values that may be there."""
 
-    def close(self) -> None:
-        """Leave the place."""
+    def close(self, *, last: bool = False) -> None:
+        """Leave the place. ``last``: no rank needs it any more, and it may go."""
 
 
 def wait_until(happened: Callable[[], _T | None], wait_seconds: float) -> _T | None:

@@ -50,8 +50,8 @@ class TorchMeeting:
     def drop(self, keys: Sequence[str]) -> None:
         self._ask(lambda store: [store.delete_key(self._prefix + key) for key in keys])
 
-    def close(self) -> None:
-        self._store, self._closed = None, True  # its destructor closes the connection
+    def close(self, *, last: bool = False) -> None:
+        self._store, self._closed = None, True  # its destructor closes the connection; the store ends with its process
 
     def _ask(self, ask: Callable[[Any], Any]) -> Any:
         """One answer. After an error the connection is made anew: a late answer would be taken for the next one."""

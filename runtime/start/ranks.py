@@ -18,6 +18,7 @@ from checkflow.runtime.arguments import Arguments
 from checkflow.runtime.format.manifest import EXTRA, Manifest, names_of_rank
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.ranks.council import Council
+from checkflow.runtime.ranks.file_meeting import remove_earlier
 from checkflow.runtime.ranks.records import Start, StartReport, name_ranks
 from checkflow.runtime.start.alike import subjects
 from checkflow.runtime.start.memory import LeftMemory, look, reclaim
@@ -157,14 +158,20 @@ class RankStart:
             logger.error("%s stays, although a rank has found it damaged: rank 0 reads it whole", path)
 
 
-def open_store(arguments: Arguments) -> Store:
-    """The directory of checkpoints, locked."""
-    return Store(
+def open_store(arguments: Arguments, generation: str = "") -> Store:
+    """The directory of checkpoints, locked, without what dead ranks have left of their meetings.
+
+    Args:
+        generation: of several ranks' start.
+    """
+    store = Store(
         arguments.directory,
         run_id=uuid.uuid4().hex[:16],
         trust=arguments.trust,
         **dataclasses.asdict(arguments.rules),
     )
+    remove_earlier(store.directory, generation)
+    return store
 
 
 def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
@@ -182,7 +189,7 @@ def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
             assist=lambda start, attempt: left.assist(council, shared(start), attempt, start.dead_run_id),
         )
         return RankStart(council, shared(start), start.step, left, _ranked(start, rules), start.pipelined)
-    opened = open_store(arguments)
+    opened = open_store(arguments, council.generation)
 
     def choose(reports: Mapping[int, StartReport]) -> int | None:
         reclaim(opened, mode, left, reports, council)

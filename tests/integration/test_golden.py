@@ -105,6 +105,7 @@ def test_ranks_go_on_to_their_end(tmp_path: Path, name: str, kind: str) -> None:
     for rank, (begun, held, used, _) in enumerate(found):
         assert (begun, held, used) == (step, expected["held"][rank][str(step)], expected["used"][rank]), f"rank {rank}"
     assert steps_in(directory)[-1] == step + len(expected["used"][0])
+    assert not list(directory.glob(".council-*"))  # left by the runs before
 
 
 def test_what_was_imported_begins_a_job(tmp_path: Path, name: str) -> None:

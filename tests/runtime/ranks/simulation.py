@@ -105,7 +105,7 @@ class Seat:
     def drop(self, keys: Sequence[str]) -> None:
         """Receipts that nobody reads stay, so that they can be taken for later ones."""
 
-    def close(self) -> None:
+    def close(self, *, last: bool = False) -> None:
         """Nothing is open."""
 
     def drain(self) -> Iterator[Event]:

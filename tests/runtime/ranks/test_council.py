@@ -38,7 +38,7 @@ class Dictionary:
         for key in keys:
             self._values.pop(key, None)
 
-    def close(self) -> None:
+    def close(self, *, last: bool = False) -> None:
         """Nothing is open."""
 
 

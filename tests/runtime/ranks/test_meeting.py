@@ -73,11 +73,13 @@ def test_ranks_without_a_store_join_by_files(tmp_path: Path, monkeypatch: pytest
     councils = together(2, lambda rank: join(Identity(rank, 2, rank, "", ""), directory, start_seconds=30))
     try:
         assert councils[0].generation == councils[1].generation
-        wait_for(lambda: [path.name[:9] for path in directory.iterdir()] == [".council-"] * 2)
+        meetings = [directory / f".council-{councils[0].generation}"]  # that on the generation is over
+        wait_for(lambda: list(directory.iterdir()) == meetings)
     finally:
         for council in reversed(councils):
             council.close()
             wait_for(lambda council=council: not council.running)
+    assert not list(directory.iterdir())
 
 
 def test_a_process_alone_has_no_identity() -> None:

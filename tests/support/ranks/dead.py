@@ -214,5 +214,5 @@ class _Dictionary:
             for key in keys:
                 self._values.pop(key, None)
 
-    def close(self) -> None:
+    def close(self, *, last: bool = False) -> None:
         """Nothing is open."""

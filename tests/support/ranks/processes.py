@@ -12,10 +12,10 @@ from typing import Any
 Work = Callable[..., Any]
 
 
-def run_ranks(folder: Path, world_size: int, work: Work, *arguments: Any) -> list[Any]:
+def run_ranks(folder: Path, world_size: int, work: Work, *arguments: Any, exit_code: int = 0) -> list[Any]:
     """``work(rank, world_size, *arguments)`` in processes of one process group; returns what each returned, by rank.
 
-    ``folder`` is empty; ``work`` is a module's function.
+    ``folder`` is empty; ``work`` is a module's function. ``exit_code``: of all, which otherwise return nothing.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor"])
@@ -27,11 +27,13 @@ def run_ranks(folder: Path, world_size: int, work: Work, *arguments: Any) -> lis
     try:
         for process in processes:
             process.join()
-        assert [process.exitcode for process in processes] == [0] * world_size
+        assert [process.exitcode for process in processes] == [exit_code] * world_size
     finally:
         for process in processes:
             process.kill()
             process.join()
+    if exit_code:
+        return []
     return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
