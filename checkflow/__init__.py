@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from checkflow.runtime import shards
     from checkflow.runtime.data.adapters.resumable import resumable
     from checkflow.runtime.data.loader import DataLoader
+    from checkflow.runtime.start.peek import Peeked, peek
     from checkflow.runtime.state.variables import Variables
     from checkflow.runtime.weights.load import LoadReport, load_weights
 
@@ -57,6 +58,7 @@ __all__ = [
     "MismatchError",
     "MissingShardsError",
     "ModelError",
+    "Peeked",
     "Plan",
     "PlanError",
     "Preempted",
@@ -68,6 +70,7 @@ __all__ = [
     "UnsupportedError",
     "Variables",
     "load_weights",
+    "peek",
     "resumable",
     "shards",
 ]
@@ -76,10 +79,12 @@ _HOMES = {
     "Checkpointer": "checkflow.api",
     "DataLoader": "checkflow.runtime.data.loader",
     "LoadReport": "checkflow.runtime.weights.load",
+    "Peeked": "checkflow.runtime.start.peek",
     "Plan": "checkflow.core.plan",
     "TrainingStep": "checkflow.core.training_step",
     "Variables": "checkflow.runtime.state.variables",
     "load_weights": "checkflow.runtime.weights.load",
+    "peek": "checkflow.runtime.start.peek",
     "resumable": "checkflow.runtime.data.adapters.resumable",
 }
 

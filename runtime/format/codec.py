@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import functools
 import math
 import pathlib
 import re
@@ -142,10 +143,32 @@ def is_newer(data: bytes) -> bool:
     return data[1 : 1 + len(_MARK)] == _MARK
 
 
-def decode(data: bytes, *, name: str = "the extra state") -> Any:
-    """The value that was encoded; CorruptCheckpointError, which calls it ``name``, for other data."""
+@dataclass(frozen=True, eq=False)
+class OfTorch:
+    """A value of torch's, as it is stored: its code, and what :data:`_DECODERS` makes the value of."""
+
+    code: int
+    content: Any
+
+    def number(self) -> Any:
+        """The number in a tensor of one element that numpy has the type of; itself for anything else."""
+        try:
+            if self.code not in (TENSOR, PARAMETER) or math.prod(self.content[1]) != 1:
+                return self
+            return np.frombuffer(self.content[3], self.content[0])[0].item()
+        except (TypeError, ValueError, LookupError):
+            return self
+
+
+def decode(data: bytes, *, name: str = "the extra state", without_torch: bool = False) -> Any:
+    """The value that was encoded; CorruptCheckpointError, which calls it ``name``, for other data.
+
+    Args:
+        without_torch: do not import torch; its values come as :class:`OfTorch`.
+    """
     budget = _Budget(_DECODED_BYTES + _TIMES * len(data))
-    return _decode(_unpack(data, name, budget), name, 0, budget)
+    decoders = {**_DECODERS, **_WITHOUT_TORCH} if without_torch else _DECODERS
+    return _decode(_unpack(data, name, budget), name, 0, budget, decoders)
 
 
 def _pack(value: Any) -> bytes:
@@ -378,14 +401,14 @@ def _encode_torch(value: Any, path: _Path) -> Any:
 # --------------------------------------------------------------------------------------------------------- decoding
 
 
-def _decode(node: Any, name: str, depth: int, budget: _Budget) -> Any:
+def _decode(node: Any, name: str, depth: int, budget: _Budget, decoders: Mapping[int, Callable[[Any], Any]]) -> Any:
     if depth > MAX_DEPTH:
         raise CorruptCheckpointError(f"{name} is damaged: it is nested too deep")
     kind = type(node)
     if kind is list:
-        return [_decode(item, name, depth + 1, budget) for item in node]
+        return [_decode(item, name, depth + 1, budget, decoders) for item in node]
     if kind is dict:
-        return {key: _decode(item, name, depth + 1, budget) for key, item in node.items()}
+        return {key: _decode(item, name, depth + 1, budget, decoders) for key, item in node.items()}
     if kind in _PLAIN or kind is int:
         return node
     if kind is not msgpack.ExtType or node.code not in _DECODERS:
@@ -398,8 +421,8 @@ def _decode(node: Any, name: str, depth: int, budget: _Budget) -> Any:
             if type(content) is not list:
                 raise TypeError("not a list")
             budget.take(_cost(node.code, content) - _cost(node.code, []))
-            content = [_decode(item, name, depth + 1, budget) for item in content]
-        return _DECODERS[node.code](content)
+            content = [_decode(item, name, depth + 1, budget, decoders) for item in content]
+        return decoders[node.code](content)
     except (ValueError, TypeError, OverflowError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
         detail = str(error).partition("\n")[0]
         raise CorruptCheckpointError(f"{name} is damaged: a value of type code {node.code}: {detail}") from None
@@ -563,6 +586,9 @@ _DECODERS: Mapping[int, Callable[[Any], Any]] = {
     STORED: _to_stored,
     NAMED: _to_named,
 }
+_WITHOUT_TORCH: Mapping[int, Callable[[Any], Any]] = {
+    code: functools.partial(OfTorch, code) for code in (TENSOR, PARAMETER, PERMUTED, SIZE, DTYPE, DEVICE)
+}  # fmt: skip
 _COSTS = {
     TENSOR: 1600,
     PARAMETER: 1600,

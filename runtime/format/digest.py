@@ -10,13 +10,15 @@ import ctypes
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 import xxhash
 
-from checkflow.core.state import StateTensor
+if TYPE_CHECKING:  # imported where it is used: what checkpoints hold is looked at without torch
+    import torch
+
+    from checkflow.core.state import StateTensor
 
 BLOCK_ITEMS = 2**16  # 256 KiB: fits a core's cache together with its weights
 GOLDEN = 0x9E3779B97F4A7C15
@@ -51,6 +53,8 @@ class Digests:
     """Digests of all state tensors at this instant; those in device memory are computed on the current stream."""
 
     def __init__(self, tensors: Iterable[StateTensor]) -> None:
+        import torch
+
         self._known: dict[str, Digest] = {}
         self._sizes: dict[str, int] = {}  # of tensors on the device, in order
         sums: list[torch.Tensor] = []
@@ -80,12 +84,16 @@ class Digests:
     def wait(self) -> Mapping[str, Digest]:
         """Wait for the device, then return all digests."""
         if self._device is not None and self._device.type == "cuda":
+            import torch
+
             torch.cuda.current_stream(self._device).synchronize()
         return self.take()
 
 
 def device_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
     """The sums of a tensor's blocks, computed on its device by :func:`weights_on` it; nothing waits for them."""
+    import torch
+
     begin, size_bytes = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     memory.set_(tensor.untyped_storage(), begin, (size_bytes,), (1,))
@@ -102,6 +110,8 @@ def device_sums(tensor: torch.Tensor, weights: torch.Tensor) -> list[torch.Tenso
 
 def _items(memory: torch.Tensor) -> torch.Tensor:
     """Bytes as 32-bit integers; copied if they are not aligned."""
+    import torch
+
     missing = -len(memory) % 4
     if missing:
         memory = torch.nn.functional.pad(memory, (0, missing))
@@ -113,6 +123,8 @@ def _items(memory: torch.Tensor) -> torch.Tensor:
 def _to_host(sums: torch.Tensor) -> torch.Tensor:
     if sums.device.type == "cpu":
         return sums
+    import torch
+
     return torch.empty(sums.shape, dtype=sums.dtype, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
 
 
@@ -160,5 +172,7 @@ def weights_on(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _host_weights(*, pinned: bool) -> torch.Tensor:
+    import torch
+
     weights = torch.from_numpy(_weights().view(np.int64))
     return weights.pin_memory() if pinned else weights

@@ -1,1 +1,1 @@
-"""How several ranks begin: with one step, restored by each rank in part. A job of one process needs only state/."""
+"""How a job begins: several ranks with one step, restored by each rank in part; a script with a look at that step."""
