@@ -40,6 +40,7 @@ from checkflow.runtime.start.memory import reclaim_alone
 from checkflow.runtime.start.other_ranks import refuse_loss
 from checkflow.runtime.start.ranks import RankStart, open_store, start_rank
 from checkflow.runtime.state.collect import refuse_unsaved
+from checkflow.runtime.state.objects import log_fresh, refuse_unknown
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
@@ -172,23 +173,31 @@ def _resume(
 ) -> tuple[int | None, bool, str]:
     """The step that the job resumed from, whether it was imported weights, and the run that made it."""
     script, asked = arguments.hyperparameters == "script", hyperparameters.ask(job)
+    made = hyperparameters.values_of_schedules(job)
 
     def place(extra: Mapping[str, Any]) -> None:
         progress.resume(hyperparameters.placed(job, asked, extra, script=script))
 
     if isinstance(source, RankStart):
-        resumed = source.restore(job, arguments.resume, place)
+        resumed = source.restore(job, arguments, place)
     else:
         resumed = resume_from(
             source, arguments.resume, job.models, job.optimizers, job.objects,
             host_tensors=None if plan is None else plan.host_tensors,
-            place=place, check=functools.partial(refuse_loss, job=job, ranks=1, accepted="ranks" in arguments.accept),
+            fresh=arguments.fresh, place=place,
+            check=functools.partial(refuse_loss, job=job, ranks=1, accepted="ranks" in arguments.accept),
         )  # fmt: skip
     progress.hyperparameters = hyperparameters.record(asked)
     if resumed is None:
+        refuse_unknown(arguments.fresh, job.objects)
         progress.begin_anew()
         return None, False, ""
-    if not resumed.imported:
+    if resumed.fitted is not None:
+        progress.dropped = resumed.fitted.dropped
+        if resumed.fitted.anew or resumed.fitted.gone:
+            rates = hyperparameters.begin_schedules(job, made, resumed.fitted)
+            if not isinstance(source, RankStart) or not source.council.rank:
+                log_fresh(resumed.fitted, rates)
         goes_on = hyperparameters.settle(job, asked, resumed.extra, script=script)
         progress.hyperparameters = hyperparameters.record(goes_on)
     return resumed.extra["iteration"], resumed.imported, resumed.run_id

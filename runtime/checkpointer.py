@@ -128,14 +128,16 @@ class Checkpointer:
             ranks, although a loader deals the samples by itself, or ranks hold tensors of their own. "loader": a loader
             that does not repeat the batches that it gave before. "length": data of another length, at an epoch's end.
         fresh: names under ``state`` whose objects begin anew where the checkpoint has none of that name, or one of
-            another kind; a name that only the checkpoint has is dropped.
+            another kind, such as another class of scheduler; a name that only the checkpoint has is dropped. Where it
+            fits, it is resumed. An optimizer whose schedulers all begin anew has the rates that they set.
 
     Raises:
         PlanError, MismatchError: the plan is damaged, cannot be executed, or was made for another job.
         StorageError, LockedError: the directory cannot be written, or another process writes there.
         UnsupportedError: something on the list of refusals.
         TypeError: an argument has a wrong type.
-        ValueError: an argument is out of its range, or ``every`` does not fit the plan; the message says what does.
+        ValueError: an argument is out of its range, ``every`` does not fit the plan, or ``fresh`` has a name that
+            nobody knows; the message says what does.
     """
 
     def __init__(

@@ -20,6 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from checkflow.core.errors import MismatchError
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.job.job import Job
+from checkflow.runtime.state.collect import SCHEDULERS_OWN
+from checkflow.runtime.state.objects import Fitted, inner_schedulers, scheduler_in
 
 logger = logging.getLogger("checkflow")
 
@@ -34,6 +36,8 @@ _BATCH: Key = "the loader", "batch_size", -1
 # Without manual_seed torch draws a seed of 64 bits, another one in each process.
 _DRAWN = 1 << 32
 _NOT_OF_GROUPS = {"params", "param_names", "initial_lr"}
+_CYCLED = ("momentum", "betas")  # some schedules set these, too
+_OF_SCHEDULES = ("lr", "initial_lr", *sorted(SCHEDULERS_OWN), *_CYCLED)
 # Keys of a scheduler's state that hold its progress, or follow from the optimizer's rates.
 _PROGRESS = {
     "last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step", "base_lrs", "_schedulers",
@@ -118,6 +122,56 @@ def settle(job: Job, asked: Asked, extra: Mapping[str, Any], *, script: bool) ->
     return goes_on
 
 
+def values_of_schedules(job: Job) -> dict[str, list[dict[str, Any]]]:
+    """Return what schedulers set in the groups of each optimizer as they were made: before the job is restored."""
+    return {
+        name: [
+            {key: copy.deepcopy(group[key]) for key in _OF_SCHEDULES if key in group}
+            for group in optimizer.param_groups
+        ]
+        for name, optimizer in job.optimizers.items()
+    }
+
+
+def begin_schedules(job: Job, made: Mapping[str, list[dict[str, Any]]], fitted: Fitted) -> list[str]:
+    """Have an optimizer whose schedulers all begin anew take their rates, since a schedule counts from its own. Returns
+    whose rates continue, in words, where the script's differ from the checkpoint's.
+
+    Args:
+        made: by :func:`values_of_schedules`; now the job is restored.
+        fitted: which objects began anew, or were dropped.
+    """
+    lines = []
+    for (name, optimizer), words in zip(job.optimizers.items(), _optimizers(job), strict=True):
+        groups = optimizer.param_groups
+        driving = {
+            of: one
+            for of, value in job.objects.items()
+            # Compare groups: Accelerate wraps the optimizer.
+            if (one := scheduler_in(value)) is not None and one.optimizer.param_groups is groups
+        }
+        restored, script = (_text([dict(_plain(group)).get("lr") for group in one]) for one in (groups, made[name]))
+        if driving.keys() <= fitted.anew.keys() and any(map(_sets_rates, driving.values())):
+            for group, values in zip(groups, made[name], strict=True):
+                kept = () if "max_momentum" in {*group, *values} else _CYCLED
+                for key in SCHEDULERS_OWN & group.keys() - values.keys():
+                    del group[key]  # the last schedule's
+                for key, value in values.items():
+                    if key not in kept:
+                        _put(group, key, value)
+            runs = f"begins at {script} as the script's schedule does, after {restored} in the checkpoint"
+        else:
+            runs = f"stays {restored} as in the checkpoint, where the script has {script}"
+        if restored != script and (driving.keys() & fitted.anew.keys() or (fitted.gone and not driving)):
+            lines.append(f"lr of {words} {runs}")
+    return lines
+
+
+def _sets_rates(scheduler: LRScheduler) -> bool:
+    """Whether a scheduler has rates of its own, as ReduceLROnPlateau has not."""
+    return hasattr(scheduler, "base_lrs") or any(map(_sets_rates, inner_schedulers(scheduler)))
+
+
 def record(asked: Asked) -> dict[str, dict[int, dict[str, Any]]]:
     """The form in checkpoints: few keys, which are cheap to encode."""
     nested: dict[str, dict[int, dict[str, Any]]] = {}
@@ -154,16 +208,14 @@ def _schedulers(job: Job) -> dict[str, LRScheduler]:
     """Schedulers by their names in messages: torch's, those nested in them, and those that Accelerate wraps."""
     found: dict[str, LRScheduler] = {}
 
-    def add(owner: str, one: object) -> None:
-        if not isinstance(one, LRScheduler):
-            one = getattr(one, "scheduler", None)
-        if isinstance(one, LRScheduler):
-            found[owner] = one
-            for number, inner in enumerate(getattr(one, "_schedulers", ())):
-                add(f"scheduler {number} in {owner}", inner)
+    def add(owner: str, one: LRScheduler) -> None:
+        found[owner] = one
+        for number, inner in enumerate(inner_schedulers(one)):
+            add(f"scheduler {number} in {owner}", inner)
 
     for name, one in job.objects.items():
-        add(f"state[{name!r}]", one)
+        if (scheduler := scheduler_in(one)) is not None:
+            add(f"state[{name!r}]", scheduler)
     return found
 
 

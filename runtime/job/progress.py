@@ -30,6 +30,7 @@ class Progress:
         self._assumed: list[tuple[int, int]] = []
         self._before = 0, 0
         self.hyperparameters: Mapping[str, Any] = {}  # what checkpoints store of the script's wishes
+        self.dropped: tuple[str, ...] = ()  # names of ``fresh=`` that earlier checkpoints had, and the job has not
         self._generators: Mapping[str, Any] | None = None  # to restore when training continues
 
     @property
@@ -111,6 +112,7 @@ class Progress:
             "loader": loader,
             "generators": capture_generators(),
             "hyperparameters": self.hyperparameters,
+            "dropped": list(self.dropped),
         }
 
     def resume(self, extra: Mapping[str, Any]) -> None:

@@ -65,7 +65,7 @@ class RankStart:
     def view(self) -> RankView:
         return RankView(self.council.rank, self.council.world_size, pipelined=self.pipelined)
 
-    def restore(self, job: Job, asked: str | int, place: Callable[[Mapping[str, Any]], None]) -> Resumed | None:
+    def restore(self, job: Job, arguments: Arguments, place: Callable[[Mapping[str, Any]], None]) -> Resumed | None:
         """Restore this rank's part of the step, and its random numbers.
 
         Raises:
@@ -84,8 +84,8 @@ class RankStart:
         try:
             half_restored.lift(job.models, job.optimizers)
             resumed = restore_rank(
-                path, self.view, job.models, job.optimizers, job.objects, None, place=place, begin=begin,
-                trust=self.store.trust,
+                path, self.view, job.models, job.optimizers, job.objects, None, fresh=arguments.fresh, place=place,
+                begin=begin, trust=self.store.trust,
             )  # fmt: skip
         except BaseException as error:
             if isinstance(error, CorruptCheckpointError):
@@ -97,8 +97,8 @@ class RankStart:
                     raise type(error)(f"{error}; {half_restored.WARNING}") from error
             raise
         if isinstance(self.store, Store):
-            if isinstance(asked, int):
-                self.store.rewind(asked)
+            if isinstance(arguments.resume, int):
+                self.store.rewind(arguments.resume)
             self.store.went_on_from(self.step)
         elif resumed.of_this_rank is None and not resumed.imported:
             logger.info(

@@ -38,7 +38,7 @@ from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import TensorEntry
 from checkflow.runtime.state import own_keys
 from checkflow.runtime.state.gathering import Gathering, Restless, make_tensor, put_back
-from checkflow.runtime.state.variables import Variables
+from checkflow.runtime.state.objects import describe
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
 Models = Mapping[str, nn.Module]
@@ -350,6 +350,7 @@ def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str,
         walk.current()  # they, or torch's hooks, may have changed it
     gathering = walk.gather()
     take = gathering.take
+    states = {name: value.state_dict() for name, value in objects.items()}
     job = {
         "modules": {
             name: take(module.get_extra_state(), f"{STATE}/{name}/_extra_state")
@@ -358,7 +359,8 @@ def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str,
         "optimizers": {
             name: _capture_optimizer(name, optimizer, walk.names[name], take) for name, optimizer in optimizers.items()
         },
-        "objects": {name: take(value.state_dict(), f"{STATE}/{name}") for name, value in objects.items()},
+        "objects": {name: take(state, f"{STATE}/{name}") for name, state in states.items()},
+        "schedulers": describe(objects, states),
     }
     for name, one in full.items():
         if (own := own_keys.take_own(name, optimizers[name], one, take)) is not None:
@@ -378,21 +380,17 @@ def refuse_unsaved(walk: StateWalk, optimizers: Optimizers) -> None:
             own_keys.refuse_unsaved(name, optimizer, full[name], take)
 
 
-def refuse_extra_mismatch(
-    extra: Mapping[str, Any], models: Models, optimizers: Optimizers, objects: Mapping[str, Stateful]
-) -> None:
-    """Compare what :func:`capture_extra` returned with the job, before anything is restored. Raises MismatchError."""
+def refuse_extra_mismatch(extra: Mapping[str, Any], models: Models, optimizers: Optimizers) -> None:
+    """Compare what :func:`capture_extra` returned, but for the further objects, with the job, before anything is
+    restored. Raises MismatchError.
+    """
     for what, have, saved in (
         ("the extra state of module {!r}", dict(modules_with_extra_state(models)), extra["modules"]),
         ("optimizer {!r}", optimizers, extra["optimizers"]),
-        ("state[{!r}]", objects, extra["objects"]),
     ):
         if odd := sorted(set(have) ^ set(saved)):
             where = "the checkpoint" if odd[0] in saved else "the job"
             raise MismatchError(f"{what.format(odd[0])} is only in {where}")
-    for name, one in objects.items():
-        if isinstance(one, Variables):
-            one.refuse_mismatch(extra["objects"][name])
     for name, optimizer in optimizers.items():
         names = {id(parameter): path for path, parameter in optimizer_parameters(models, optimizer)}
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -403,7 +401,7 @@ def refuse_extra_mismatch(
 
 # Keys of groups that do not identify the optimizer's class: how it computes, and what schedulers add.
 ANY_CLASS_S = {"foreach", "fused", "capturable", "differentiable", "maximize", "params", "param_names", "initial_lr"}
-_SCHEDULERS_OWN = {"max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
+SCHEDULERS_OWN = {"max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
 
 
 def refuse_other_class(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -412,7 +410,7 @@ def refuse_other_class(name: str, optimizer: torch.optim.Optimizer, saved: Mappi
     """
     have, want = type(optimizer).__name__, saved.get("class")
     if want is None:
-        options = {option for group in saved["groups"] for option in group} - ANY_CLASS_S - _SCHEDULERS_OWN
+        options = {option for group in saved["groups"] for option in group} - ANY_CLASS_S - SCHEDULERS_OWN
         known = {option for group in optimizer.param_groups for option in group}
         odd = sorted(options - known)
         if odd and set(optimizer.defaults) - options - ANY_CLASS_S:

@@ -48,6 +48,7 @@ from checkflow.runtime.state.collect import (
 )
 from checkflow.runtime.state.gathering import make_tensor, stored_in
 from checkflow.runtime.state.meshes import RankView
+from checkflow.runtime.state.objects import Fitted, fit, refuse_unknown
 from checkflow.runtime.store.discovery import open_verified, recover
 from checkflow.runtime.store.files import has_manifest, step_name
 from checkflow.runtime.store.filling import fill_all
@@ -74,6 +75,7 @@ class Resumed:
     extra: Mapping[str, Any]  # as the checkpointer saved it
     of_this_rank: bytes | None = None  # extra state that this rank alone saved; None: it was not there, or it is rank 0
     run_id: str = ""  # of the run that made the checkpoint
+    fitted: Fitted | None = None  # which of the job's objects went on; None: it was an import, which has none
 
     @property
     def imported(self) -> bool:
@@ -85,15 +87,21 @@ class _Restore:
     """One restore, and whether it, or one before it, has begun to change the job."""
 
     def __init__(
-        self, job: _Job, place: Callable[[_Extra], None], check: Callable[[Checkpoint], None], *, begun: bool
+        self,
+        job: _Job,
+        place: Callable[[_Extra], None],
+        check: Callable[[Checkpoint], None],
+        fresh: Collection[str],
+        *,
+        begun: bool,
     ) -> None:
-        self.job, self.place, self.check, self.begun = job, place, check, begun
+        self.job, self.place, self.check, self.fresh, self.begun = job, place, check, fresh, begun
 
     def run(self, checkpoint: Checkpoint) -> Resumed:
         with naming(checkpoint.path):
             try:
                 self.check(checkpoint)
-                return restore(checkpoint, *self.job, place=self.place, begin=self._begin)
+                return restore(checkpoint, *self.job, fresh=self.fresh, place=self.place, begin=self._begin)
             except MismatchError:
                 if not self.begun:
                     checkpoint.verify()  # a mismatch counts only if it is not damage
@@ -111,6 +119,7 @@ def resume_from(
     objects: Mapping[str, Stateful],
     *,
     host_tensors: Collection[str] | None = (),
+    fresh: Collection[str] = (),
     place: Callable[[_Extra], None] = lambda extra: None,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> Resumed | None:
@@ -120,12 +129,13 @@ def resume_from(
     marked.
 
     Args:
+        fresh: names of objects that may begin anew, see :func:`.objects.fit`.
         place: given the extra state, moves the loop before state is changed, or raises MismatchError. Called again for
             an older checkpoint if a newer one turns out to be damaged.
         check: called before that with each checkpoint; likewise.
     """
     begun = half_restored.is_marked(models, optimizers)
-    found = _Restore((models, optimizers, objects, host_tensors), place, check, begun=begun)
+    found = _Restore((models, optimizers, objects, host_tensors), place, check, fresh, begun=begun)
     try:
         half_restored.lift(models, optimizers)
         resumed = _resume(store, mode, found)
@@ -221,6 +231,7 @@ def restore(
     objects: Mapping[str, Stateful],
     host_tensors: Collection[str] | None = (),
     *,
+    fresh: Collection[str] = (),
     place: Callable[[_Extra], None] = lambda extra: None,
     begin: Callable[[], None] = lambda: None,
     view: RankView | None = None,
@@ -231,11 +242,13 @@ def restore(
         view: of a rank: it restores its parts of tensors, and verifies what it reads; see :func:`restore_rank`.
         host_tensors: names of state tensors that optimizers keep in host memory; None: unknown, assume torch's step
             counters.
+        fresh: names of objects that may begin anew, see :func:`.objects.fit`.
         place: called when the job's parts fit, before ``begin``, with the checkpoint's extra state.
         begin: called before the first change.
 
     Raises:
         MismatchError: the checkpoint is of another job; nothing was changed.
+        ValueError: ``fresh`` has a name that nobody knows; nothing was changed.
         CorruptCheckpointError, StorageError: a checksum is wrong, or a file cannot be read; if ``begin`` was called,
             the job's state is undefined.
     """
@@ -263,9 +276,11 @@ def restore(
         except MismatchError as error:
             where = str(checkpoint.path)
             raise MismatchError(f"{where}: {str(error).removeprefix(f'{where}: ')}; {imported.HINT}") from None
+        refuse_unknown(fresh, objects)
     else:
         compare(live, boxes, state.ties)
-        refuse_extra_mismatch(extra["job"], models, optimizers, objects)
+        refuse_extra_mismatch(extra["job"], models, optimizers)
+        fitted = fit(extra["job"], objects, fresh, extra.get("dropped", ()))
     # Once: an optimizer that has not stepped yet lacks state for every parameter.
     parameters = {owner: dict(optimizer_parameters(models, optimizer)) for owner, optimizer in optimizers.items()}
     for name in sorted(named.keys() - live.keys()):
@@ -313,16 +328,16 @@ def restore(
     if view is None:
         checkpoint.verify_rest()
     if not from_import:
-        job = with_tensors(extra["job"], models, optimizers, beside)
+        job = with_tensors(fitted.saved, models, optimizers, beside)
         restore_optimizers(job, models, optimizers)
         if own_keys.hand_back(optimizers, job["optimizers"]):
             with no_collection():
                 fill_all(checkpoint, targets)  # the user's code had the tensors
-        restore_extra(job, models, objects)
-    else:
-        imported.restore_extra(extra["job"], models, optimizers)
-        if view is None or not view.rank:
-            imported.log(checkpoint.path, extra["job"], models, *given)
+        restore_extra(job, models, fitted.objects)
+        return Resumed(checkpoint.step, extra, own, checkpoint.manifest.run_id, fitted)
+    imported.restore_extra(extra["job"], models, optimizers)
+    if view is None or not view.rank:
+        imported.log(checkpoint.path, extra["job"], models, *given)
     return Resumed(checkpoint.step, extra, own, checkpoint.manifest.run_id)
 
 
@@ -352,6 +367,7 @@ def restore_rank(
     objects: Mapping[str, Stateful],
     host_tensors: Collection[str] | None = (),
     *,
+    fresh: Collection[str] = (),
     place: Callable[[_Extra], None] = lambda extra: None,
     begin: Callable[[], None] = lambda: None,
     trust: Trust | None = None,
@@ -396,7 +412,9 @@ def restore_rank(
         return narrow_to(described, wanted, view.rank)
 
     with naming(path), open_checkpoint(path, narrow, trust=trust) as checkpoint:
-        return restore(checkpoint, models, optimizers, objects, host_tensors, place=place, begin=begin, view=view)
+        return restore(
+            checkpoint, models, optimizers, objects, host_tensors, fresh=fresh, place=place, begin=begin, view=view
+        )
 
 
 def _look(

@@ -135,8 +135,8 @@ def test_checkpoints_without_the_class_tell_it_by_their_options(first: Any, then
     extra = captured(first(model), model)
     del extra["optimizers"]["optimizer"]["class"]
     with pytest.raises(MismatchError, match=r"is one with the options .* in the checkpoint, (SGD|AdamW?) in the job"):
-        refuse_extra_mismatch(extra, {"model": model}, {"optimizer": then(model)}, {})
-    refuse_extra_mismatch(extra, {"model": model}, {"optimizer": first(model)}, {})
+        refuse_extra_mismatch(extra, {"model": model}, {"optimizer": then(model)})
+    refuse_extra_mismatch(extra, {"model": model}, {"optimizer": first(model)})
 
 
 @pytest.mark.parametrize("with_class", [True, False])
@@ -157,4 +157,4 @@ def test_options_of_another_release_are_no_other_optimizer(change: str, with_cla
         saved["groups"][0]["max_lr"] = 1.0
     if change == "scheduler":
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 10)
-    refuse_extra_mismatch(extra, {"model": model}, {"optimizer": optimizer}, {})
+    refuse_extra_mismatch(extra, {"model": model}, {"optimizer": optimizer})
