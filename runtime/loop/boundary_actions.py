@@ -25,6 +25,7 @@ from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.persist.saver import Saving
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.state.collect import capture_extra, compact_generators, versions_of
+from checkflow.runtime.state.form import Form, changes, form_of
 from checkflow.runtime.store.retention import EPOCH_END
 from checkflow.runtime.system.signals import raised_by_handler
 
@@ -63,6 +64,9 @@ class BoundaryActions:
         self.iteration = self._first_iteration = iteration
         self._captured_iteration = iteration  # at the start there is nothing to save, after a resume it is
         self._logged = ""  # of what a kill would lose
+        job.walk.current()
+        self._first_form: Form | None = form_of(job.walk, job.models, job.optimizers)  # None: its change is said
+        self._form_of = job.walk.latest  # the state that was compared with it
         self._planning_seconds = self._no_cost_seconds = 0.0  # held for planning; of these, for what is done once
         # All state at a boundary that was not captured, and its version counters, in case it is the last one; and
         # whether an epoch ended there.
@@ -262,11 +266,29 @@ class BoundaryActions:
         # The first capture shows whether the job can be checkpointed at all; later ones must not end it.
         with self._execution.surviving() if self._saving.captures else contextlib.nullcontext():
             self._place.log_unplanned()
+            self._warn_of_other_form()
             waited_seconds = self._begin(epoch_end, extra or self._extra())
             if self._place.quiet:
                 self._execution.capturer.finish()
             return waited_seconds
         return 0.0
+
+    def _warn_of_other_form(self) -> None:
+        """Log once that what is saved has another form than the job began with: its script alone cannot resume it."""
+        state, first = self._job.walk.latest, self._first_form
+        if first is None or state is self._form_of:
+            return
+        self._form_of = state
+        if not (found := list(changes(first, form_of(self._job.walk, self._job.models, self._job.optimizers)))):
+            return
+        self._first_form = None
+        if self._agreement is None or self._agreement.leads:
+            more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+            logger.warning(
+                "step %d has another form than this run began with (%s%s): a script that resumes from it must bring "
+                "its model and optimizer to that form before it makes the Checkpointer; checkflow.peek(directory) "
+                "tells which (docs/how-to/own-loop.md)", self.iteration, found[0], more,
+            )  # fmt: skip
 
     def _extra_before_workers(self, *, epoch_end: bool) -> Callable[[], bytes] | None:
         """What lies beside the state; None: the loader starts no workers before the next batch, as far as is known."""

@@ -41,6 +41,8 @@ from checkflow.runtime.state.gathering import Gathering, Restless, make_tensor, 
 from checkflow.runtime.state.objects import describe
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
+#: The way out of a mismatch in shapes, names or groups, for the end of a message.
+GROWN = " (a job that grows or unfreezes takes the checkpoint's form first: checkflow.peek(directory) tells it)"
 Models = Mapping[str, nn.Module]
 Optimizers = Mapping[str, torch.optim.Optimizer]
 # Mapped over all tensors at once: this runs at each boundary.
@@ -423,12 +425,13 @@ def _refuse_other_groups(name: str, job: list[list[str]], saved: list[list[str]]
     if len(job) != len(saved):
         raise MismatchError(
             f"optimizer {name!r} has other parameter groups: {len(saved)} in the checkpoint, {len(job)} in the job"
+            f"{GROWN}"
         )
     for number, (here, there) in enumerate(zip(job, saved, strict=True)):
         what = f"group {number} of optimizer {name!r} has"
         if odd := sorted(set(here) ^ set(there)):
             raise MismatchError(
-                f"{what} the parameter {odd[0]} only in {'the checkpoint' if odd[0] in there else 'the job'}"
+                f"{what} the parameter {odd[0]} only in {'the checkpoint' if odd[0] in there else 'the job'}{GROWN}"
             )
         if here != there:
             raise MismatchError(f"{what} its parameters in another order in the checkpoint than in the job")

@@ -34,6 +34,7 @@ from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import Manifest, TensorEntry, names_of_rank
 from checkflow.runtime.state import half_restored, imported, own_keys, stages
 from checkflow.runtime.state.collect import (
+    GROWN,
     Stateful,
     derived_generators,
     drop_state,
@@ -275,7 +276,8 @@ def restore(
             compare(live, boxes, state.ties)
         except MismatchError as error:
             where = str(checkpoint.path)
-            raise MismatchError(f"{where}: {str(error).removeprefix(f'{where}: ')}; {imported.HINT}") from None
+            found = str(error).removeprefix(f"{where}: ").removesuffix(GROWN)
+            raise MismatchError(f"{where}: {found}; {imported.HINT}") from None
         refuse_unknown(fresh, objects)
     else:
         compare(live, boxes, state.ties)
@@ -471,13 +473,13 @@ def _refuse_mismatch(
     for name, tensor in live.items():
         if name not in sources:
             if name.partition("/")[0] in models:
-                raise MismatchError(f"{checkpoint.path}: the job's {name} is not in the checkpoint")
+                raise MismatchError(f"{checkpoint.path}: the job's {name} is not in the checkpoint{GROWN}")
             continue
         _compare(checkpoint, name, tensor, tensors[sources[name]], boxes.get(name))
     for name, source in named.items():
         owner = name.partition("/")[0]
         if name not in live and name not in tied and owner not in optimizers:
-            raise MismatchError(f"{checkpoint.path}: the checkpoint's {name} is not in the job")
+            raise MismatchError(f"{checkpoint.path}: the checkpoint's {name} is not in the job{GROWN}")
         first = tied.get(name, name)
         if (other := sources.get(first, source)) != source:
             read = functools.partial(_read, checkpoint, boxes.get(first))
@@ -522,4 +524,4 @@ def _compare(checkpoint: Checkpoint, name: str, tensor: torch.Tensor, entry: Ten
     if shape == entry.shape and dtype_name(tensor.dtype) == entry.dtype:  # nearly always: formatting is slow
         return
     have, want = f"{dtype_name(tensor.dtype)}{list(shape)}", f"{entry.dtype}{list(entry.shape)}"
-    raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job")
+    raise MismatchError(f"{checkpoint.path}: {name} is {want} in the checkpoint, {have} in the job{GROWN}")
