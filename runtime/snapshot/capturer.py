@@ -436,8 +436,9 @@ class Capturer:
         self._chunk_map = None  # if this fails, the next capture tries again
         compatibility.refuse_other_memory(state, self._engine.source)  # optimizers create state late
         chunk_map = make_chunk_map(
-            self._plan, state, self._engine.source, at_boundary=self._at_boundary, share=self._share
-        )
+            self._plan, state, self._engine.source,
+            at_boundary=self._at_boundary, share=self._share, warns=not self.layout_changes,
+        )  # fmt: skip
         wanted_bytes = chunk_map.layout.buffer_bytes
         if wanted_bytes > self._buffers.size_bytes and self.layout_changes > _FEW_CHANGES:  # it grows: not each time
             wanted_bytes += wanted_bytes // 8

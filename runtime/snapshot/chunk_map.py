@@ -79,11 +79,18 @@ def _same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def make_chunk_map(
-    plan: Plan, state: TrainingState, source: torch.device, *, at_boundary: bool, share: RankShare | None = None
+    plan: Plan,
+    state: TrainingState,
+    source: torch.device,
+    *,
+    at_boundary: bool,
+    share: RankShare | None = None,
+    warns: bool = True,
 ) -> ChunkMap:
     """Lay out files for the state as it is now; the plan's chunks leave from ``source``'s memory.
 
     Args:
+        warns: whether to say that the plan does not know tensors in optimizers' lists, which may grow.
         share: which parts of the state this rank copies, if there are several.
 
     Raises:
@@ -107,7 +114,7 @@ def make_chunk_map(
     others = tuple(item for item in items if item.name not in planned)
     if not at_boundary:
         given = {item.name for item in state.given}
-        _log_unknown(plan, [item for item in others if item.name not in given])
+        _log_unknown(plan, [item for item in others if item.name not in given and (warns or not item.inside)])
     chunks = tuple(
         (
             live[chunk.tensor].tensor.data_ptr() + chunk.offset_bytes,

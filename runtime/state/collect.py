@@ -26,10 +26,10 @@ from checkflow.core.state import (
     collect_state,
     dense_parts,
     held_tensors,
+    inside_of,
     is_composite,
     is_distributed,
     module_names,
-    nested_in,
     optimizer_parameters,
     region,
     training_device,
@@ -78,7 +78,9 @@ class StateWalk:
         self._members: list[int] = []
         self._containers: list[Any] = []
         self._sizes: list[int] = []
-        self._inside: dict[str, list[tuple[str, torch.Tensor]]] = {}  # tensors in optimizers' lists, by optimizer
+        self._lists: list[tuple[Mapping[Any, Any], Any]] = []  # entries of optimizer state that may hold tensors
+        self._inside: list[tuple[int, str, int]] = []  # the tensors there
+        self._parameter_names: dict[int, str] = {}
         self._by_identity: dict[int, str] = {}
         self._by_storage: dict[int, dict[Region, str]] | None = None  # made when it is asked for
         self._alone: frozenset[str] = frozenset()
@@ -167,11 +169,15 @@ class StateWalk:
 
     def _same_inside(self) -> bool:
         """Whether lists in optimizers' state hold what they held. Some optimizers replace it every few steps."""
-        return all(
-            [(name, id(tensor)) for name, tensor in nested_in(self._optimizers[owner], self.names[owner])]
-            == [(name, id(tensor)) for name, tensor in before]
-            for owner, before in self._inside.items()
-        )
+        return self._now_inside() == self._inside
+
+    def _now_inside(self) -> list[tuple[int, str, int]]:
+        return [
+            (number, path, id(tensor))
+            for number, (table, key) in enumerate(self._lists)
+            if type(value := table.get(key)) not in _PLAIN
+            for path, tensor in inside_of(value, "", self._parameter_names)
+        ]
 
     def _now_members(self) -> list[int]:
         """The parameters of each optimizer: their groups' lists may have changed."""
@@ -194,7 +200,7 @@ class StateWalk:
 
     def _remember(self) -> None:
         assert self._state is not None
-        self._containers, self._slots, self._numbers = [], [], []
+        self._containers, self._slots, self._numbers, self._lists = [], [], [], []
         for model in self._models.values():
             for module in model.modules():
                 for entries in (module._modules, module._parameters, module._buffers):
@@ -213,6 +219,9 @@ class StateWalk:
                             self._slots.append((table, key, value))
                         else:
                             self._numbers.append((table, key))
+                else:
+                    self._lists.append((optimizer.state, parameter))
+        self._lists += self._numbers
         self._sizes = [len(container) for container in self._containers]
         self._members = self._now_members()
         everything = list(held_tensors(self._models, self._optimizers))
@@ -232,9 +241,8 @@ class StateWalk:
         self.parameters = {
             number: codec.Named(owner, name) for owner, names in self.names.items() for number, name in names.items()
         }
-        self._inside = {
-            owner: list(nested_in(optimizer, self.names[owner])) for owner, optimizer in self._optimizers.items()
-        }
+        self._parameter_names = {number: of.parameter for number, of in self.parameters.items()}
+        self._inside = self._now_inside()
         self.modules_with_extra_state = dict(modules_with_extra_state(self._models))
 
 

@@ -33,8 +33,8 @@ def make_job(model: nn.Module, optimizer: torch.optim.Optimizer, objects: Mappin
 def save(job: Job, directory: Path, step: int = 1) -> Path:
     """Commit the job as it is now."""
     job.walk.current()
-    extra = {"job": capture_extra(job.walk, job.optimizers, job.objects), "iteration": step, "generators": None}
-    encoded = codec.encode(extra, marks=None)
+    saved = capture_extra(job.walk, job.optimizers, job.objects)
+    encoded = codec.encode({"job": saved, "iteration": step, "epoch": 0, "generators": None}, marks=None)
     parts = whole_state(job.walk.captured)
     layout = make_layout(parts.records)
     staging = scratch(layout.buffer_bytes)
