@@ -266,3 +266,39 @@ def test_tensors_that_the_job_lacks(tmp_path: Path, alone: RankView) -> None:
     more, fresh = sharded(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 1)))
     with pytest.raises(MismatchError, match=r"the job's model/2\.weight is not in the checkpoint"):
         restore_rank(tmp_path / "step-00000002", alone, {"model": more}, {"optimizer": fresh}, {})
+
+
+def with_lists(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, kind: str) -> None:
+    """Give an optimizer tensors in lists, as pytorch_optimizer's SOAP has: of sharded parameters each rank its own."""
+    own = rank if kind == "fsdp" else 0
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter]["Q"] = [torch.full((2, 3), 10.0 * number + own).t(), None]
+
+
+def save_lists(rank: int, world_size: int, kind: str, directory: Path) -> Values:
+    model, optimizer = mesh_jobs.build(kind, world_size)
+    mesh_jobs.train(model, optimizer, rank, 2)
+    with_lists(model, optimizer, rank, kind)
+    return save_job(model, optimizer, view_of(kind, rank, world_size), directory)
+
+
+def go_on_with_lists(rank: int, world_size: int, kind: str, path: Path) -> Values:
+    model, optimizer = mesh_jobs.build(kind, world_size)
+    restore_rank(path, view_of(kind, rank, world_size), {"model": model}, {"optimizer": optimizer}, {})
+    assert {table["Q"][0].stride() for table in optimizer.state.values()} == {(1, 3)}
+    assert {len(table["Q"]) for table in optimizer.state.values()} == {2}
+    return values({"model": model}, {"optimizer": optimizer})
+
+
+@pytest.mark.parametrize(("kind", "then"), [("ddp", 3), ("fsdp", 2)])
+def test_tensors_in_lists_lie_as_other_state_of_their_parameter(
+    tmp_path: Path, places: list[Path], kind: str, then: int
+) -> None:
+    """Of a replicated parameter they are divided among ranks; of a sharded one they are each rank's own."""
+    expected = run_ranks(places[0], 2, save_lists, kind, tmp_path / "versions")
+    path = tmp_path / "versions" / "step-00000002"
+    named = [name for name in glance(path).tensors if ".Q.0" in name]
+    assert any(name.startswith("rank-own/1/optimizer/") for name in named) == (kind == "fsdp")
+    for rank, found in enumerate(run_ranks(places[1], then, go_on_with_lists, kind, path)):
+        of = expected[rank if kind == "fsdp" else 0]
+        assert_equal({n: t for n, t in found.items() if ".Q" in n}, {n: t for n, t in of.items() if ".Q" in n})
