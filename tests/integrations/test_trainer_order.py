@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, Sampler, WeightedRandomSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 
+import checkflow
 from checkflow.core.errors import MismatchError
 from checkflow.integrations.torch_order import TorchOrderLoader
 from checkflow.integrations.transformers import attach
@@ -157,6 +160,40 @@ def test_trainer_trains_as_without_checkflow_and_so_does_the_rest_after_a_cut(na
     assert 0 < len(again.used) < len(plain.used)
     assert again.used == plain.used[-len(again.used) :]
     assert same_weights(again, plain)
+
+
+def test_counters_of_a_subclass_go_on_as_the_page_shows(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/integrations.md").read_text()
+    found = re.search(r'```python title="counters"\n(.*?)```', page, re.DOTALL)
+    assert found is not None
+
+    class Counting(transformers.Trainer):  # type: ignore[misc]
+        _total_train_tokens: int
+
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            self._total_train_tokens = 0
+
+        def compute_loss(self, model: nn.Module, inputs: Any, *rest: Any, **keywords: Any) -> Any:
+            self._total_train_tokens += len(inputs["input_ids"])
+            return super().compute_loss(model, inputs, *rest, **keywords)
+
+    def live(stop: int | None) -> int:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=6,
+            per_device_train_batch_size=4, remove_unused_columns=False,
+        )  # fmt: skip
+        trainer = Counting(Net(), arguments, train_dataset=DATA, data_collator=first_of_each, callbacks=[Stop(stop)])
+        exec(
+            found.group(1),
+            {"checkflow": checkflow, "attach": attach, "trainer": trainer, "directory": tmp_path / "all"},
+        )
+        with contextlib.nullcontext() if stop is None else pytest.raises(InterruptedError):
+            trainer.train()
+        return trainer._total_train_tokens
+
+    assert live(4) == 16
+    assert live(None) == SAMPLES
 
 
 def rank_trains(
