@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from checkflow.core.errors import CorruptCheckpointError, LockedError, StorageError, UnsupportedError
+from checkflow.core.paths import refuse_url
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import STAGES, is_own
 from checkflow.runtime.memory_tier import recovery
@@ -36,8 +37,9 @@ class Peeked:
         epoch: epochs that were over; None: it does not say, as a version that ``dcp.save`` or shards wrote.
         ranks: how many processes saved it.
         names: of all tensors: ``<model>/<key>`` and ``<optimizer>/<parameter>.<key>``, under the names that models and
-            optimizers have in their dicts, or "model" and "optimizer". Tied tensors are there under each name; of
-            what several ranks hold with values of their own, the lowest rank's.
+            optimizers have in their dicts, or "model" and "optimizer"; ``job-state/<name>.<place>`` in other objects.
+            Tied tensors are there under each name; of what several ranks hold with values of their own, the lowest
+            rank's.
         shapes: whole ones, by the tensor's name.
         dtypes: likewise, such as "float32".
         groups: the parameter groups of each optimizer, in order. ``params`` are names of parameters (after the model's
@@ -72,6 +74,7 @@ def peek(directory: str | os.PathLike[str], *, step: int | None = None, trust: s
         StorageError: it cannot be read, another user may have written it, there is none of this step, or ``directory``
             is a checkpoint itself.
     """
+    refuse_url(directory)
     root = Path(directory)
     if not os.path.exists(root):
         return None

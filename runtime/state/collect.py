@@ -22,7 +22,6 @@ from checkflow.core.state import (
     Region,
     StateTensor,
     TrainingState,
-    closures_repeat,
     collect_state,
     dense_parts,
     held_tensors,
@@ -41,6 +40,11 @@ from checkflow.runtime.state.gathering import Gathering, Restless, make_tensor, 
 from checkflow.runtime.state.objects import describe
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
+# State that torch's optimizers make in the parameter's shape; users add other keys to it.
+_SHAPED = frozenset((
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "step_size", "sum", "variance",
+))  # fmt: skip
 #: The way out of a mismatch in shapes, names or groups, for the end of a message.
 GROWN = " (a job that grows or unfreezes takes the checkpoint's form first: checkflow.peek(directory) tells it)"
 Models = Mapping[str, nn.Module]
@@ -567,9 +571,10 @@ def refuse_unfit_state(
     """Refuse state that one of torch's optimizers makes in its parameter's shape and that has another, such as a part
     of it. Raises MismatchError.
     """
-    parameter = parameters.get(name.partition("/")[2].rpartition(".")[0])
-    if parameter is None or not type(optimizer).__module__.startswith("torch.optim.") or closures_repeat(optimizer):
-        return  # of other classes only they know the shapes, and LBFGS has state of all parameters together
+    path, _, key = name.partition("/")[2].rpartition(".")
+    parameter = parameters.get(path)
+    if parameter is None or key not in _SHAPED or not type(optimizer).__module__.startswith("torch.optim."):
+        return  # of other classes only they know the shapes
     if not fits(shape, parameter.shape):
         raise MismatchError(
             f"{name} is {list(shape)} in the checkpoint, and its parameter is {list(parameter.shape)}: "

@@ -126,6 +126,7 @@ def _torchtitan(url: Any) -> None:
 WAYS: dict[str, Callable[[Any], object]] = {
     "checkflow.Checkpointer directory": _checkpointer,
     "checkflow.Checkpointer plan": lambda url: _checkpointer("here", plan=url),
+    "checkflow.peek directory": checkflow.peek,
     "checkflow.load_weights source": lambda url: checkflow.load_weights(torch.nn.Linear(2, 2), url),
     "checkflow.shards.save_shard directory": lambda url: shards.save_shard(url, 1, 0, 1, run_id="a"),
     "checkflow.shards.load_shard directory": lambda url: shards.load_shard(url, 0, 1),
