@@ -8,6 +8,7 @@ retention leaves the checkpoint alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -309,6 +310,7 @@ def _look_at(folder: int, path: Path, trust: OwnerCheck | None) -> int:
     try:
         found = fs.status(path.name, dir_fd=folder)
         refuse_irregular(found.st_mode)
+        readable = fs.may_read(path.name, dir_fd=folder)
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{path} is missing") from None
     except IrregularError as error:
@@ -317,6 +319,8 @@ def _look_at(folder: int, path: Path, trust: OwnerCheck | None) -> int:
         raise StorageError(f"cannot look at {path}: {error.strerror}") from error
     if trust is not None:
         trust.check(path, found)
+    if not readable:
+        raise StorageError(f"cannot open {path}: {os.strerror(errno.EACCES)}")
     return found.st_size
 
 

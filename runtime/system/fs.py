@@ -314,6 +314,11 @@ def status(name: str, *, dir_fd: int) -> os.stat_result:
     return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
 
 
+def may_read(name: str, *, dir_fd: int) -> bool:
+    """Whether this process may open a regular file."""
+    return os.access(name, os.R_OK, dir_fd=dir_fd, effective_ids=True)
+
+
 def exists(name: str, *, dir_fd: int) -> bool:
     """Whether the name is taken, even by a dangling symbolic link."""
     try:

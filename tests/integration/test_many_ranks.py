@@ -138,6 +138,25 @@ def test_one_of_other_ranks_reads_its_part(directory: Path) -> None:
     assert np.array_equal(found, weight[box.offsets[0] : box.offsets[0] + box.lengths[0]])
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_part_that_this_user_may_not_read_is_named(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = directory / "step-00000002" / f"model-00333-of-00{RANKS}.safetensors"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+    path.chmod(0o600)
+    directory.parent.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        assert main(["ls", str(directory), "--json"]) == 1
+    finally:
+        os.seteuid(0)
+    (newest, other) = json.loads(capsys.readouterr().out)["entries"]
+    assert "Permission denied" in newest["fault"]
+    assert path.name in newest["fault"]
+    assert other["fault"] is None
+
+
 def test_looking_opens_the_manifest_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, real = [], files.fs.open_regular
 
