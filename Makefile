@@ -77,6 +77,8 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@# What only tests call: move it to tests/support. Fields are left out, since files have them. 3: vulture found something.
+	@found=$$($(BIN)/vulture) || test $$? -eq 3 || exit 1; ! echo "$$found" | grep -E 'unused (class|function|method|property)'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # What needs a GPU: with the Python and the torch that are there, and no network. WHEELS: a folder with what they lack.

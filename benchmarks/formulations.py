@@ -137,8 +137,11 @@ def run_greedy(model: str, timeline: Timeline, policy: Policy) -> Row:
     problem, blocks_seconds = timed(lambda: blocks_of(timeline, policy))
 
     def work() -> tuple[int | None, int | None]:
-        found = greedy.best_flow(problem, policy)
-        return None if found is None else found.peak_bytes(problem), greedy.least_peak_bytes(problem, policy)
+        least = greedy.least_peak_bytes(problem, policy)
+        if least is None:
+            return None, None
+        found = greedy.direct_flow(problem) if policy == "direct" else greedy.snapshot_flow(problem, least)
+        return None if found is None else found.peak_bytes(problem), least
 
     (peak, bound), seconds = timed(work)
     status = "infeasible" if peak is None else "optimal"

@@ -105,18 +105,15 @@ class Profile:
 
     def algorithm_1(self, state_bytes: int, overhead: float) -> algorithm.Choice:
         """What CheckFreq would do here: its interval, and its mode."""
+        room_bytes = psutil.virtual_memory().total - psutil.Process().memory_info().rss
         return algorithm.algorithm_1(
-            algorithm.CheckFreqProfile(
-                iteration_seconds=self.iteration.median,
-                update_seconds=self.update.median,
-                cpu_copy_seconds=self.copy.median,
-                gpu_copy_seconds=self.held_copy.median,
-                write_seconds=self.commit.median,
-                size_bytes=state_bytes,
-                peak_bytes=psutil.Process().memory_info().rss,
-                memory_bytes=psutil.virtual_memory().total,
-            ),
-            overhead,
+            iteration_seconds=self.iteration.median,
+            copy_seconds=self.copy.median,
+            write_seconds=self.commit.median,
+            cpu_stall_seconds=max(0.0, self.copy.median - (self.iteration.median - self.update.median)),
+            gpu_stall_seconds=self.held_copy.median,
+            fits=room_bytes > state_bytes,
+            overhead=overhead,
         )
 
 

@@ -17,7 +17,7 @@ from checkflow.core.units import MOST_BYTES, format_time
 from checkflow.planner.schedule.compare import Comparison, compare_plan
 from checkflow.planner.schedule.replay import simulate as replay_of
 from checkflow.planner.schedule.replay import snapshot_stall_seconds
-from checkflow.runtime.interval.algorithm import Costs, choose, in_iterations, join, least_waste
+from checkflow.runtime.interval.algorithm import Costs, algorithm_1, choose, in_iterations, least_waste
 from checkflow.simulate.simulation import Way
 
 LEAST_ITERATION_SECONDS = 1e-9
@@ -137,17 +137,17 @@ def _checkfreq(
     on_cpu_seconds = _late_seconds(timeline, plan.bandwidth_bytes_per_second)
     on_gpu_seconds = snapshot_stall_seconds(timeline.state_bytes, plan.memory_bandwidth_bytes_per_second)
     fits = memory_limit_bytes is None or memory_limit_bytes - known.training_peak_bytes > timeline.state_bytes
-    on_gpu = fits and on_gpu_seconds <= on_cpu_seconds
-    stall_seconds = on_gpu_seconds if on_gpu else on_cpu_seconds
-    under_way_seconds = copy_seconds + write_seconds - stall_seconds
-    interval = join(1, seconds, under_way_seconds, stall_seconds, overhead)
-    if interval is None:
+    chosen = algorithm_1(
+        iteration_seconds=seconds, copy_seconds=copy_seconds, write_seconds=write_seconds,
+        cpu_stall_seconds=on_cpu_seconds, gpu_stall_seconds=on_gpu_seconds, fits=fits, overhead=overhead,
+    )  # fmt: skip
+    if chosen.interval is None:
         return [], "a checkpoint costs something, and may cost nothing"
-    durable_seconds = copy_seconds + write_seconds + (stall_seconds if on_gpu else 0.0)
-    best = max(interval, least_waste(1, seconds, stall_seconds, mtbf_seconds))
+    durable_seconds = copy_seconds + write_seconds + (chosen.stall_seconds if chosen.mode == "GPU" else 0.0)
+    best = max(chosen.interval, least_waste(1, seconds, chosen.stall_seconds, mtbf_seconds))
     return [
-        _way(f"CheckFreq, {'GPU' if on_gpu else 'CPU'} snapshot", interval, stall_seconds, durable_seconds),
-        _way("CheckFreq, least waste", best, stall_seconds, durable_seconds),
+        _way(f"CheckFreq, {chosen.mode} snapshot", chosen.interval, chosen.stall_seconds, durable_seconds),
+        _way("CheckFreq, least waste", best, chosen.stall_seconds, durable_seconds),
     ], ""
 
 

@@ -13,14 +13,6 @@ from checkflow.core.plan import Policy
 from checkflow.planner.exact.problem import Flow, Problem
 
 
-def best_flow(problem: Problem, policy: Policy) -> Flow | None:
-    """Return a schedule of the least peak under a policy, with any number of snapshots; None if there is none."""
-    if policy == "direct":
-        return direct_flow(problem)
-    peak = _least_snapshot_peak(problem)
-    return None if peak is None else snapshot_flow(problem, peak)
-
-
 def least_peak_bytes(problem: Problem, policy: Policy) -> int | None:
     """Return the peak that no schedule of a policy can beat; None if there is no schedule. Makes no schedule."""
     if policy == "snapshot":

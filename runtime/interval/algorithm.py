@@ -27,58 +27,41 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckFreqProfile:
-    """What CheckFreq measures of a job, in the order of its symbols Ti, Tw, Tc, Tg, Ts, m, M, Mmax.
-
-    Raises:
-        ValueError: an iteration takes no time, or another figure is negative.
-    """
-
-    iteration_seconds: float
-    update_seconds: float  # the weight update within it, which waits for a snapshot
-    cpu_copy_seconds: float  # a snapshot into host memory
-    gpu_copy_seconds: float  # a snapshot inside device memory
-    write_seconds: float  # host memory to storage
-    size_bytes: int  # of a checkpoint
-    peak_bytes: int  # of device memory, in training
-    memory_bytes: int  # that the device has
-
-    def __post_init__(self) -> None:
-        if not self.iteration_seconds > 0:
-            raise ValueError(f"an iteration takes more than {self.iteration_seconds!r} s")
-        for name in self.__slots__:
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: at least 0")
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
-    """What Algorithm 1 answers."""
+    """What CheckFreq's Algorithm 1 answers."""
 
     interval: int | None  # k, iterations; None: checkpoints stall, and no interval is long enough for p = 0
     mode: Literal["GPU", "CPU"]  # where the snapshot is made
     stall_seconds: float  # To, of one checkpoint
 
 
-def algorithm_1(profile: CheckFreqProfile, overhead: float) -> Choice:
+def algorithm_1(
+    *,
+    iteration_seconds: float,
+    copy_seconds: float,
+    write_seconds: float,
+    cpu_stall_seconds: float,
+    gpu_stall_seconds: float,
+    fits: bool,
+    overhead: float,
+) -> Choice:
     """CheckFreq's Algorithm 1, "Checkpointing frequency determination".
 
-    The snapshot is hidden behind the iteration up to its weight update: Toc = max(0, Tc - (Ti - Tw)); one inside device
-    memory is not: Tog = Tg. The mode is GPU iff Mmax - M > m and Tog <= Toc. Then
-    k = max(ceil((Tc + Ts - To) / Ti), ceil(To / (p Ti))), and 1 where both are less.
+    The mode is GPU iff the device has room and Tog <= Toc. Then k = max(ceil((Tc + Ts - To) / Ti), ceil(To / (p Ti))),
+    and 1 where both are less.
 
     Args:
+        iteration_seconds: Ti.
+        copy_seconds: Tc, of a snapshot into host memory.
+        write_seconds: Ts, from host memory to storage.
+        cpu_stall_seconds: Toc, what a snapshot into host memory has left at the weight update: max(0, Tc - (Ti - Tw)).
+        gpu_stall_seconds: Tog = Tg, of a snapshot inside device memory.
+        fits: whether the device has room for it: Mmax - M > m.
         overhead: p, the share of training's time that checkpoints may take.
     """
-    p, ti = overhead, profile.iteration_seconds
-    hidden_seconds = ti - profile.update_seconds
-    cpu_stall_seconds = max(0.0, profile.cpu_copy_seconds - hidden_seconds)
-    gpu_stall_seconds = profile.gpu_copy_seconds
-    fits = profile.memory_bytes - profile.peak_bytes > profile.size_bytes
     on_gpu = fits and gpu_stall_seconds <= cpu_stall_seconds
     stall_seconds = gpu_stall_seconds if on_gpu else cpu_stall_seconds
-    persisted_seconds = profile.cpu_copy_seconds + profile.write_seconds - stall_seconds
-    interval = join(1, ti, persisted_seconds, stall_seconds, p)
+    interval = join(1, iteration_seconds, copy_seconds + write_seconds - stall_seconds, stall_seconds, overhead)
     return Choice(interval, "GPU" if on_gpu else "CPU", stall_seconds)
 
 

@@ -154,10 +154,6 @@ class Planning:
         """Whether the iteration that begins now is recorded or timed."""
         return self.stage in (Stage.RECORDED, Stage.TIMED)
 
-    @property
-    def failing(self) -> bool:
-        return self._failures > 0 or self.stage is Stage.GIVEN_UP
-
     def find_kept(self) -> Arrival | None:
         """At the start: a kept plan that fits the state that exists."""
         return None if self.forgone else self._find(lambda plan: not self._state_differences(plan))

@@ -21,7 +21,7 @@ from checkflow.core.plan import Plan
 from checkflow.core.reports.capture_times import KEPT_CAPTURES
 from checkflow.core.state import StateTensor, TrainingState
 from checkflow.runtime.format.digest import Digest, Digests
-from checkflow.runtime.format.layout import Layout, make_layout
+from checkflow.runtime.format.layout import Layout, make_layout, write_headers
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.memory_tier.staging import StagingBuffer, StagingBuffers
 from checkflow.runtime.snapshot.chunk_map import ChunkMap, make_chunk_map, planned_records
@@ -454,8 +454,7 @@ class Capturer:
 
     def _prepare(self, buffer: StagingBuffer, chunk_map: ChunkMap) -> None:
         """Write the files' headers into a buffer and compute its transfers."""
-        for file in chunk_map.layout.files:
-            buffer.view[file.staging_offset : file.staging_offset + len(file.header)] = file.header
+        write_headers(chunk_map.layout, buffer.view)
         transfers = [Transfer(source, buffer.address + offset, length) for source, offset, length in chunk_map.chunks]
         at_once: list[Transfer] = []
         beside_gpu: list[Transfer] = []

@@ -25,7 +25,7 @@ from checkflow.core.plan import Plan
 from checkflow.core.timeline import Timeline
 from checkflow.planner.pipeline import default_memory_limit_bytes
 from checkflow.planner.schedule.scheduler import PlanRequest, make_plan
-from checkflow.runtime.interval.algorithm import CheckFreqProfile, Costs, Intervals, algorithm_1, choose, least_waste
+from checkflow.runtime.interval.algorithm import Costs, Intervals, algorithm_1, choose, least_waste
 from checkflow.simulate import simulation, strategies
 from checkflow.simulate.simulation import MOST_RUNS, Failures, Result, Way, simulate_failures
 from checkflow.simulate.strategies import StorageSpeed, Ways, restore_seconds
@@ -279,8 +279,12 @@ def test_a_slow_link_holds_each_way_in_its_own_manner() -> None:
 @pytest.mark.parametrize("bandwidth", [30.0, 50.0, 75.0, 100.0, 1000.0])
 def test_checkfreqs_interval_is_that_of_its_algorithm(bandwidth: float, memory_bytes: int) -> None:
     plan = planned(bandwidth)
-    profile = CheckFreqProfile(4.0, 1.0, 300 / bandwidth, 600 / MEMORY_BANDWIDTH, 1.0, 300, 90, memory_bytes)
-    algorithm = algorithm_1(profile, overhead=0.035)
+    copy_seconds = 300 / bandwidth
+    algorithm = algorithm_1(
+        iteration_seconds=4.0, copy_seconds=copy_seconds, write_seconds=1.0,
+        cpu_stall_seconds=max(0.0, copy_seconds - (4.0 - 1.0)), gpu_stall_seconds=600 / MEMORY_BANDWIDTH,
+        fits=memory_bytes - 90 > 300, overhead=0.035,
+    )  # fmt: skip
     checkfreq = ways_of(plan, StorageSpeed(300.0, 300.0), memory_limit_bytes=memory_bytes).ways[1]
     assert checkfreq.name == f"CheckFreq, {algorithm.mode} snapshot"
     assert checkfreq.interval == algorithm.interval

@@ -11,6 +11,16 @@ from hypothesis import strategies
 from checkflow.core.graph import BOUNDARY
 from checkflow.core.plan import Fingerprint, Policy, StateSpec
 from checkflow.core.timeline import StateGroup, Step, Timeline
+from checkflow.planner.exact import greedy
+from checkflow.planner.exact.problem import Flow, Problem
+
+
+def best_flow(problem: Problem, policy: Policy) -> Flow | None:
+    """A schedule of the least peak under a policy, with any number of snapshots; None if there is none."""
+    if policy == "direct":
+        return greedy.direct_flow(problem)
+    peak_bytes = greedy.least_peak_bytes(problem, policy)
+    return None if peak_bytes is None else greedy.snapshot_flow(problem, peak_bytes)
 
 
 def make_timeline(

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies
 
 from checkflow.planner.exact import bounds, greedy, optimum
 from checkflow.planner.exact.problem import Flow, Problem, make_problem, unit_for
-from tests.support.timelines import Best, make_timeline, random_timeline, search, timelines
+from tests.support.timelines import Best, best_flow, make_timeline, random_timeline, search, timelines
 
 SEEDS = range(600)
 
@@ -29,7 +29,7 @@ def test_direct_policy_is_the_best_of_all_schedules() -> None:
         timeline = random_timeline(random.Random(seed))
         problem = make_problem(timeline, 1.0, 1)
         best = search(timeline, "direct")
-        flow = greedy.best_flow(problem, "direct")
+        flow = best_flow(problem, "direct")
         assert (flow and flow.peak_bytes(problem)) == (best and best.peak_bytes), seed
         assert objectives(cheapest(problem), problem) == best, seed
         assert greedy.least_peak_bytes(problem, "direct") == (best and best.peak_bytes), seed
@@ -45,7 +45,7 @@ def test_snapshot_policy_has_the_least_peak_of_all_schedules() -> None:
         timeline = random_timeline(random.Random(seed))
         problem = make_problem(timeline, 1.0, 1)
         best = search(timeline, "snapshot")
-        flow = greedy.best_flow(problem, "snapshot")
+        flow = best_flow(problem, "snapshot")
         assert (flow and flow.peak_bytes(problem)) == (best and best.peak_bytes), seed
         direct = greedy.least_peak_bytes(problem, "direct")
         if flow is not None:
@@ -98,8 +98,8 @@ def test_edges(steps, groups, expected) -> None:
 
 def test_traffic_of_training_is_not_used() -> None:
     steps, groups = [(0, 1), (3, 1)], [(None, [3])]
-    assert greedy.best_flow(problem_of(steps, groups), "direct") is not None
-    assert greedy.best_flow(problem_of(steps, groups, {1: 1}), "direct") is None
+    assert best_flow(problem_of(steps, groups), "direct") is not None
+    assert best_flow(problem_of(steps, groups, {1: 1}), "direct") is None
 
 
 def test_many_steps_keep_the_closed_form() -> None:
@@ -114,7 +114,7 @@ def test_many_steps_keep_the_closed_form() -> None:
         capacity=tuple(rng.choice([0, rng.randrange(450)]) for _ in range(steps)),
         due=tuple(accumulate(fresh)),
     )
-    flow = greedy.best_flow(problem, "direct")
+    flow = best_flow(problem, "direct")
     assert flow is not None
     assert flow.snapshots > 0
     assert flow.peak_bytes(problem) == greedy.least_peak_bytes(problem, "direct")

@@ -16,7 +16,7 @@ from checkflow.planner.exact.problem import make_problem
 from checkflow.planner.exact.shrink import expand, shrink
 from checkflow.planner.ilp import flow, solvers
 from tests.planner.ilp.test_flow import assert_is_schedule
-from tests.support.timelines import make_timeline, random_timeline
+from tests.support.timelines import best_flow, make_timeline, random_timeline
 
 
 def longer_timeline(seed: int) -> Timeline:
@@ -46,7 +46,7 @@ def test_no_rule_tells_blocks_from_steps(timeline: Timeline, interval: int, numb
 def test_schedules_of_blocks_become_schedules_of_steps(timeline: Timeline, interval: int, wait: int) -> None:
     shrunk, whole = shrink(timeline, 1, interval), make_problem(timeline, 1.0, 1, interval).waiting(wait)
     blocks = shrunk.problem(1.0).waiting(wait)
-    schedule = greedy.best_flow(blocks, "direct")
+    schedule = best_flow(blocks, "direct")
     if schedule is not None:
         spread = expand(shrunk, schedule, whole)
         assert_is_schedule(spread, whole, "direct")
@@ -72,7 +72,7 @@ def test_snapshot_policy_on_blocks_is_that_on_steps(timeline: Timeline, interval
     shrunk, whole = shrink(timeline, 1, interval, "snapshot"), make_problem(timeline, 1.0, 1, interval)
     blocks = shrunk.problem(1.0)
     assert greedy.least_peak_bytes(blocks, "snapshot") == greedy.least_peak_bytes(whole, "snapshot")
-    schedule = greedy.best_flow(blocks, "snapshot")
+    schedule = best_flow(blocks, "snapshot")
     if schedule is not None:
         spread = expand(shrunk, schedule, whole)
         assert_is_schedule(spread, whole, "snapshot")

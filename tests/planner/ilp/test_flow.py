@@ -13,7 +13,7 @@ from checkflow.planner.exact import greedy
 from checkflow.planner.exact.optimum import Budget, Prices
 from checkflow.planner.exact.problem import Flow, Problem, make_problem
 from checkflow.planner.ilp import flow, solvers
-from tests.support.timelines import make_timeline, random_timeline, search
+from tests.support.timelines import best_flow, make_timeline, random_timeline, search
 
 PRICES = Prices(wait_seconds=1.0, snapshot_seconds=1.0)
 
@@ -54,7 +54,7 @@ def test_flow_is_greedy_is_exhaustive_search(policy: Policy) -> None:
     for seed in range(520):
         timeline = random_timeline(random.Random(seed))
         problem = make_problem(timeline, 1.0, 1)
-        best, found, rule = search(timeline, policy), solve(problem, policy), greedy.best_flow(problem, policy)
+        best, found, rule = search(timeline, policy), solve(problem, policy), best_flow(problem, policy)
         if best is None:
             assert found is None, seed
             assert rule is None, seed
