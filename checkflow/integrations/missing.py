@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 _PACKAGES = frozenset(("lightning", "transformers", "accelerate", "torchtitan", "torchdata", "tyro"))
 
 
@@ -11,7 +13,7 @@ def missing(extra: str, error: ImportError) -> ImportError:
     if package not in _PACKAGES:
         return error
     install = f"pip install 'checkflow[{extra}]'"
-    if error.name == package and isinstance(error, ModuleNotFoundError):
+    if importlib.util.find_spec(package) is None:
         return ModuleNotFoundError(f"checkflow.integrations.{extra} needs {package}: {install}", name=package)
     says = f"checkflow.integrations.{extra} does not know this version of {package} ({error}): {install}"
     return type(error)(says, name=error.name)
