@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.member import View
@@ -76,6 +77,14 @@ class Agreement:
             self._scheduled.append(step + ahead)
             self._council.schedule(tuple(self._scheduled))
         return step in self._scheduled
+
+    def follow(self, under_way: Callable[[], bool]) -> None:
+        """The training loop says whether an iteration has begun since the last boundary."""
+        self._council.under_way = under_way
+
+    def over(self, step: int | None) -> None:
+        """Training has ended on this rank after this iteration; None: another loop begins."""
+        self._council.note_over(step)
 
     def leave(self, step: int, *, captured: bool) -> None:
         """Training goes on from a boundary."""

@@ -102,6 +102,8 @@ class TrainingLoop:
             job, progress, saving, self.place, self.pace, self.clock, preemption, self._boundaries,
             iteration=iteration, raising=raising, agreement=agreement,
         )  # fmt: skip
+        if agreement is not None:
+            agreement.follow(lambda: self._boundaries.under_way or progress.waiting > 0)
 
     @property
     def execution(self) -> Execution:
@@ -122,6 +124,8 @@ class TrainingLoop:
 
     def begin_loop(self, *, in_steps: bool = False) -> None:
         """``epochs()`` or ``steps()`` is entered."""
+        if self._agreement is not None:
+            self._agreement.over(None)
         self._boundaries.loop_begins(in_steps=in_steps)
 
     def end_epoch(self, *, last: bool = False) -> None:
@@ -220,7 +224,9 @@ class TrainingLoop:
         self.leave_loop(early=False)
         self._hint_if_never_stepped()
         self._capture_last_boundary()
-        if self._agreement is None and self._preemption.begin_ending():  # of several ranks, all have come to the end
+        if self._agreement is not None:
+            self._agreement.over(self.iteration)
+        elif self._preemption.begin_ending():  # of several ranks, all have come to the end
             self._actions.end()
 
     def end_training(self) -> None:
@@ -253,6 +259,8 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Take the hooks away and bring the capture in flight to its end; once more, if that was interrupted."""
+        if self._agreement is not None:
+            self._agreement.over(self.iteration)
         self._boundaries.close()
         self.execution.remove_hooks()
         capturer = self.execution.capturer

@@ -208,8 +208,9 @@ class Chair:
             # A rank was past the boundary: news takes longer than was thought.
             self._notice_seconds = min(2 * self._notice_seconds, _LONGEST_NOTICE_SECONDS)
         self._board = replace(
-            board, silent=silent, start=start, refusal=refusal, end=end, capture_seconds=self._capture_seconds()
-        )
+            board, silent=silent, start=start, refusal=refusal, end=end, capture_seconds=self._capture_seconds(),
+            uneven=ending.compare(self.cards),
+        )  # fmt: skip
         self._settle(now)
 
     def _lead(self) -> int:
@@ -245,12 +246,21 @@ class Chair:
             return
         dead = tuple(rank for rank in missing if rank in self._board.silent)
         if dead:
-            reason = f"{name_ranks(dead)} of {self.world_size} ended or does not answer"
+            reason = self._ended_before(dead, attempt.step) or (
+                f"{name_ranks(dead)} of {self.world_size} ended or does not answer"
+            )
             self.conclude(attempt.number, "failed", reason, dead)
             return
         if missing and self._overdue(now):
-            reason = f"no receipt of {name_ranks(missing)} of {self.world_size} for step {attempt.step} in time"
+            reason = self._ended_before(missing, attempt.step) or (
+                f"no receipt of {name_ranks(missing)} of {self.world_size} for step {attempt.step} in time"
+            )
             self.conclude(attempt.number, "failed", reason, missing)
+
+    def _ended_before(self, missing: tuple[int, ...], step: int) -> str:
+        """Why ranks are missing, if training has ended on them before this step."""
+        uneven = self._board.uneven
+        return str(uneven) if uneven is not None and uneven.at < step and {*uneven.ended} & {*missing} else ""
 
     def _overdue(self, now: float) -> bool:
         return now >= self._deadline

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from checkflow.core.errors import CheckflowError, MissingShardsError, StorageError, VoidCheckpointError
@@ -75,6 +76,8 @@ class Council:
         self._closing = self._ended = False
         self._last = False  # rank 0's: no other rank is left
         self._error: BaseException | None = None  # that has ended the thread
+        self.under_way: Callable[[], bool] = lambda: False  # whether an iteration has begun since the last boundary
+        self._uneven_told = False
         self._round_begun = math.inf  # time.monotonic, while a round runs: torch's store may never answer
         self._thread = threading.Thread(target=self._run, name="checkflow-council", daemon=True)
         self._thread.start()
@@ -227,6 +230,10 @@ class Council:
             self.leave_boundary(step, captured=captured)
         return ends
 
+    def note_over(self, step: int | None) -> None:
+        """Training has ended on this rank after this iteration; None: another loop begins."""
+        self._events.put(lambda member, chair, now: member.over(step))
+
     def request_end(self, reason: str, grace_seconds: float) -> None:
         """All ranks are to end. A signal handler may call this."""
         self._events.put(lambda member, chair, now: member.ask_end(reason, now, grace_seconds))
@@ -295,7 +302,9 @@ class Council:
             raise VoidCheckpointError(f"rank 0 saves a later step than {step}", (0,))
         if silent:
             raise MissingShardsError(f"rank 0 does not answer, and did not begin to save step {step}", (0,))
-        raise MissingShardsError(f"rank 0 did not begin to save step {step} within {wait_seconds:g} s", (0,))
+        uneven = self.view.uneven
+        why = f": {uneven}" if uneven is not None and uneven.going else ""
+        raise MissingShardsError(f"rank 0 did not begin to save step {step} within {wait_seconds:g} s{why}", (0,))
 
     def post_receipt(self, receipt: Receipt) -> None:
         """This rank's files of an attempt are on storage, or why they are not."""
@@ -415,6 +424,7 @@ class Council:
                 self._round_begun = time.monotonic()
                 if place is None:
                     place = self._try_place()
+                self._compare()
                 self._rounds.run(place or _NoPlace(self._rounds.fault), time.monotonic(), self._drain)
                 self._round_begun = math.inf
                 if self._rounds.chair is not None:
@@ -434,6 +444,22 @@ class Council:
             with self._news:
                 self._ended = True
                 self._news.notify_all()
+
+    def _compare(self) -> None:
+        """Say once that training goes on past its end on other ranks. Before a round: what has passed by then comes
+        before what is under way now.
+        """
+        uneven = self.view.uneven
+        if uneven is None or self._uneven_told:
+            return
+        here = self._rounds.member.goes_past(uneven.at, under_way=self.under_way())
+        if here and not uneven.going:  # rank 0 may have ended, and say nothing any more
+            uneven = replace(uneven, going=(self.rank,))
+        if uneven.going and (self.rank in (0, *uneven.ended) or (here and 0 in self.view.silent)):
+            self._uneven_told = True
+            logger.error(
+                "%s; no later one is saved, and ranks that train on may wait for the others without end", uneven
+            )
 
     def _try_place(self) -> MeetingPlace | None:
         try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from checkflow.runtime.ranks.records import Card, End
+from checkflow.runtime.ranks.records import Card, End, Uneven
+
+_MOST_NAMED = 9  # ranks
 
 
 def go_on(
@@ -34,3 +36,18 @@ def go_on(
     if any(ack.late for ack in acks):
         return proposal
     return replace(end, agreed=len(acks) == world_size)
+
+
+def compare(cards: Mapping[int, Card]) -> Uneven | None:
+    """Where training has ended, and which ranks train on; None: it has ended nowhere."""
+    over = {rank: card.over for rank, card in sorted(cards.items()) if card.over is not None}
+    if not over:
+        return None
+    at = min(over.values())
+    ended = [rank for rank, iteration in over.items() if iteration == at]
+    going = [
+        rank
+        for rank, card in sorted(cards.items())
+        if (card.passed > at or card.goes_on if card.over is None else card.over > at)
+    ]
+    return Uneven(at, tuple(ended[:_MOST_NAMED]), tuple(going[:_MOST_NAMED]))

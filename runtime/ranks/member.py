@@ -22,6 +22,7 @@ from checkflow.runtime.ranks.records import (
     Refusal,
     Start,
     StartReport,
+    Uneven,
 )
 
 _CAPTURED = 64  # boundaries that a card names at most
@@ -36,7 +37,7 @@ class View:
         end: the boundary at which all ranks are to end, as far as rank 0 has said.
         end_now: nobody tries to reach a boundary: a rank is dead, or the grace is over.
         silent: ranks that do not answer, by rank 0's word; rank 0 itself, if its board does not change.
-        capture_seconds: see :class:`.records.Board`.
+        capture_seconds, uneven: see :class:`.records.Board`.
     """
 
     scheduled: tuple[int, ...] = ()
@@ -47,6 +48,7 @@ class View:
     end_now: bool = False
     silent: tuple[int, ...] = ()
     capture_seconds: float = 0.0
+    uneven: Uneven | None = None
 
     def stops_at(self, step: int) -> bool:
         """Whether training ends at this boundary, or waits here until that is agreed."""
@@ -106,8 +108,9 @@ class Member:
         end_now = (self._end_deadline is not None and (hopeless or overdue)) or (end is not None and end.at is None)
         silent = tuple(sorted({*board.silent, 0})) if gone else board.silent
         return View(
-            board.scheduled, board.start, board.refusal, board.attempts, end, end_now, silent, board.capture_seconds
-        )
+            board.scheduled, board.start, board.refusal, board.attempts, end, end_now, silent, board.capture_seconds,
+            board.uneven,
+        )  # fmt: skip
 
     # What happens here
 
@@ -168,6 +171,20 @@ class Member:
         persist_seconds = self._card.persist_seconds
         costs = RankCosts(self.rank, held_seconds, persist_seconds, copied_bytes, written_bytes, failed)
         self._card = replace(self._card, costs=costs)
+
+    def over(self, step: int | None) -> None:
+        """Training has ended here after this iteration; None: another loop begins."""
+        self._card = replace(self._card, over=step)
+
+    def goes_past(self, step: int, *, under_way: bool) -> bool:
+        """Take note of whether training goes on past an iteration: it is over on another rank.
+
+        Args:
+            under_way: whether an iteration has begun since the last boundary.
+        """
+        goes_on = self._card.over is None and (self._passed > step or (self._passed == step and under_way))
+        self._card = replace(self._card, goes_on=goes_on)
+        return goes_on
 
     def leave(self, reason: str) -> None:
         """This rank takes part no longer."""

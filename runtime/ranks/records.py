@@ -154,6 +154,28 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Uneven:
+    """Training has ended on some ranks, at the earliest after this iteration, and goes on past it on others, if any.
+
+    Attributes:
+        at: the iteration.
+        ended, going: some of these ranks, the lowest.
+    """
+
+    __pydantic_config__ = STRICT
+    at: Step
+    ended: Many[Rank]
+    going: Many[Rank] = ()
+
+    def __str__(self) -> str:
+        others = name_ranks(self.going) if self.going else "another rank"
+        return (
+            f"training of {name_ranks(self.ended)} has ended after iteration {self.at}, and {others} went on: "
+            "all ranks must make the same number of steps"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Ack:
     """A rank's answer to a proposal of an end: it will stop there, or is past it."""
 
@@ -175,6 +197,8 @@ class Card:
         iteration_seconds: the time of one iteration, lately; 0: not known.
         plan_interval: of the plan that runs here, in iterations; 0: there is none; None: not known yet.
         costs: of this rank's checkpoints, for the report of all ranks; None: it has made none.
+        over: the iteration after which training has ended here; None: it goes on.
+        goes_on: whether it goes on past the iteration of the board's ``uneven``.
         left: why this rank takes part no longer; "": it does.
     """
 
@@ -194,6 +218,8 @@ class Card:
     refusal: Refusal | None = None
     end_asked: EndAsked | None = None
     ack: Ack | None = None
+    over: Step | None = None
+    goes_on: bool = False
     left: str = ""
 
 
@@ -205,6 +231,7 @@ class Board:
         scheduled: the last boundaries that rank 0 has chosen to capture; some are to come.
         attempts: the last ones, the newest last.
         silent: ranks whose cards do not change any more, or that have left.
+        uneven: None: training goes on on all ranks.
         capture_seconds: by which a capture may be complete on one rank later than on others: as long as the longest
             plan, if that is much.
     """
@@ -219,6 +246,7 @@ class Board:
     attempts: Many[Attempt] = ()
     end: End | None = None
     silent: Many[Rank] = ()
+    uneven: Uneven | None = None
     capture_seconds: Seconds = 0.0
     left: str = ""
 

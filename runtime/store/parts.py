@@ -285,7 +285,9 @@ def join(written: Sequence[Written], step: int, run_id: str, plan_digest: str, i
         if one.extra_digest:
             alike = alike or (one.rank, one.extra_digest)
             if one.extra_digest != alike[1]:
-                raise MismatchError(f"the extra state of rank {one.rank} is another than that of rank {alike[0]}")
+                raise MismatchError(
+                    f"rank {one.rank} is at another iteration, epoch or place in its data than rank {alike[0]}"
+                )
     tensors = {name: _entry(name, parts) for name, parts in _by_name(written).items()}
     for name, tensor in tensors.items():
         if problem := manifest.tensor_problem(tensor, files):

@@ -135,7 +135,7 @@ def test_ranks_at_different_iterations_make_no_version(ranks: Ranks) -> None:
     outcomes = ranks.all(lambda rank: ranks.commit(rank, 1, iteration=1 if rank < 2 else 3))
     for outcome in outcomes:
         assert isinstance(outcome, CheckflowError)
-        assert "the extra state of rank 2 is another than that of rank 0" in str(outcome)
+        assert "rank 2 is at another iteration, epoch or place in its data than rank 0" in str(outcome)
     assert find(ranks.directory) == ()
 
 

@@ -238,6 +238,63 @@ def test_a_rank_that_left_fails_versions_and_the_end(seats: Seats) -> None:
     wait_for(lambda: ranks[2].view.end_now and ranks[0].view.end_now)
 
 
+ENDED = (
+    "training of rank 1 has ended after iteration 4, and rank {} went on: all ranks must make the same number of steps"
+)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line.getMessage() for line in caplog.records if "has ended after iteration" in line.getMessage()]
+
+
+def test_a_rank_that_ends_before_the_others_is_named(seats: Seats, caplog: pytest.LogCaptureFixture) -> None:
+    ranks = seats()
+    for council in ranks:
+        pass_boundary(council, 4)
+    ranks[1].note_over(4)
+    wait_for(lambda: ranks[0].view.uneven is not None)
+    assert told(caplog) == []  # until another one goes on
+    pass_boundary(ranks[2], 5)
+    wait_for(lambda: len(told(caplog)) == 2)  # rank 0, and the one that ended
+    assert all(line.startswith(ENDED.format("2")) for line in told(caplog))
+    with pytest.raises(
+        MissingShardsError, match=r"did not begin to save step 4 .*: training of rank 1 has ended after"
+    ):
+        ranks[1].await_attempt(4, 0.1)
+    attempt = ranks[0].open_attempt(5)
+    ranks[0].post_receipt(receipt(ranks[0], attempt))
+    ranks[1].close()
+    with pytest.raises(MissingShardsError, match=ENDED.format("2")) as error:
+        ranks[0].collect(attempt, covered)
+    assert error.value.ranks == (1,)
+
+
+def test_an_iteration_that_hangs_shows_that_another_rank_has_ended(
+    seats: Seats, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes to no boundary; and a rank that is on its way to the last one is no such rank, nor one that ends."""
+    ranks = seats()
+    begun = [False] * WORLD
+    for council in ranks:
+        council.under_way = lambda rank=council.rank: begun[rank]  # type: ignore[misc]
+        pass_boundary(council, 3)
+    for rank in (1, 0):
+        pass_boundary(ranks[rank], 4)
+    begun[2] = True  # in iteration 4
+    ranks[1].note_over(4)
+    wait_for(lambda: all(council.view.uneven is not None for council in ranks))
+    begun[2] = False
+    pass_boundary(ranks[2], 4)
+    ranks[2].note_over(4)
+    wait_for(lambda: len(ranks[0].view.uneven.ended) == 2)  # type: ignore[union-attr]
+    begun[2] = True  # after its loop
+    wait_for(lambda: ranks[2].view.uneven == ranks[0].view.uneven)
+    assert told(caplog) == []
+    begun[0] = True
+    wait_for(lambda: len(told(caplog)) == 3)
+    assert all(" rank 0 went on" in line for line in told(caplog))
+
+
 def test_later_steps_of_rank_0_end_the_wait_for_an_attempt(seats: Seats) -> None:
     ranks = seats()
     ranks[0].open_attempt(9)

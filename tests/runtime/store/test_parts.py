@@ -227,7 +227,7 @@ def change_rank(**changes: Any) -> Callable[[list[Written]], None]:
         (change_part(0, dtype="int32"), r"on rank 1 it is int32\[7, 5\]"),
         (change_part(0, file="other.safetensors"), "lies in other.safetensors, which is not listed"),
         (change_part(0, own=True), "model/weight is a rank's own on rank 1 alone"),
-        (change_rank(extra_digest="other"), "the extra state of rank 1 is another than that of rank 0"),
+        (change_rank(extra_digest="other"), "rank 1 is at another iteration, epoch or place in its data than rank 0"),
         (change_rank(ties=(("model/tied", "model/none"),)), "model/tied and model/none are one tensor on some ranks"),
         (change_rank(ties=(("model/weight", "model/bias"),)), "model/weight and model/bias are one tensor on some"),
     ],
