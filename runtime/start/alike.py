@@ -100,12 +100,12 @@ def _values_of(arguments: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _options(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
-    """Its options that are plain values, each of all groups."""
+    """Its options that say how it computes, each of all groups. A whole number may be the rank itself."""
     found: dict[str, list[Any]] = {}
     for group in optimizer.param_groups:
         for name, value in group.items():
             value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-            if isinstance(value, bool | int | float | str | tuple | None):
+            if isinstance(value, bool | float | tuple):
                 found.setdefault(name, []).append(value)
     return found
 

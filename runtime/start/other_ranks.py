@@ -6,6 +6,7 @@ is not: values of its own under a name that all ranks have, and the place of a l
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 
@@ -18,6 +19,7 @@ from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import owner_of
 from checkflow.runtime.job.job import Job
+from checkflow.runtime.ranks.records import name_ranks
 from checkflow.runtime.state import stages
 from checkflow.runtime.state.collect import fits
 from checkflow.runtime.store.reader import Checkpoint
@@ -43,16 +45,19 @@ def refuse_loss(checkpoint: Checkpoint, job: Job, ranks: int, *, accepted: bool)
     if saved == ranks:
         return
     stages.refuse_shared_names(checkpoint.manifest, job.models, ranks)
-    lost = [*_of_loader(checkpoint, job), *_of_tensors(checkpoint, job)]
-    if not lost:
+    found = itertools.chain(_of_loader(checkpoint, job), _of_tensors(checkpoint, job))
+    first = next(found, None)
+    if first is None:
         return
     if not accepted:
         raise MismatchError(
-            f"{_count(saved)} saved it, and {ranks} would go on: {lost[0]}; start with {saved} as "
-            'before, or accept that loss with Checkpointer(accept=("ranks",))'
+            f"{_count(saved)} saved it, and {ranks} would go on: {first}; start with {saved} as before, or accept that "
+            'loss with Checkpointer(accept=("ranks",))'
         )
+    gone = tuple(range(ranks, saved))
+    dropped = f"what {name_ranks(gone)} had alone is dropped" if gone else "new ranks take what rank 0 had"
     logger.warning("step %d goes on with %s in place of %d, as accepted: %s", checkpoint.step, _count(ranks), saved,
-                   "; ".join(lost))  # fmt: skip
+                   "; ".join([first, *found, dropped]))  # fmt: skip
 
 
 def _count(ranks: int) -> str:

@@ -195,6 +195,7 @@ def test_other_ranks_are_refused_where_something_would_be_lost(tmp_path: Path) -
     for what, (_, words) in REFUSED.items():
         step, said = accepted[what]
         assert f"step {step} goes on with 1 rank in place of 2, as accepted: {words}" in said
+        assert said.count("what rank 1 had alone is dropped") == 1
         assert "nothing is lost" not in said
     for found in run_ranks(places[4], 2, go_on, directory):
         assert all(step for step, _ in found.values()), found
