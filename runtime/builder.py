@@ -41,6 +41,7 @@ from checkflow.runtime.start.other_ranks import refuse_loss
 from checkflow.runtime.start.ranks import RankStart, open_store, start_rank
 from checkflow.runtime.state.collect import refuse_unsaved
 from checkflow.runtime.state.objects import log_fresh, refuse_unknown
+from checkflow.runtime.state.own_keys import warn_of_models
 from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
@@ -93,6 +94,7 @@ def check_job(job: Job, given: Plan | None, *, of_a_rank: bool = False) -> torch
     if STATE in (*job.models, *job.optimizers):
         raise UnsupportedError(f"no model or optimizer can be called {STATE}, as files of other state are")
     refuse_unsaved(job.walk, job.optimizers)
+    warn_of_models(job.models, job.walk.latest)
     refuse_objects(job.objects, job.walk.gather().take)
     if given is not None:
         implementations = compatibility.implementations(job.models, job.optimizers)

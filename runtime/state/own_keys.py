@@ -3,18 +3,21 @@
 
 ``state`` and ``param_groups`` are restored in place, bit for bit, whatever ``load_state_dict`` makes of them: torch's
 own casts moments to the parameters' type.
+
+What models add otherwise than by buffers and ``get_extra_state`` is not saved, which is said once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from checkflow.core.errors import MismatchError, UnsupportedError
-from checkflow.core.state import STATE, keeper_of
+from checkflow.core.state import STATE, TrainingState, is_composite, keeper_of, unwrap
 from checkflow.runtime.format import codec
 
 logger = logging.getLogger("checkflow")
@@ -96,6 +99,46 @@ def hand_back(optimizers: Optimizers, saved: Mapping[str, Mapping[str, Any]]) ->
         for name, optimizer in optimizers.items():
             before[name].put_back(name, optimizer)
     return bool(called)
+
+
+def warn_of_models(models: Mapping[str, nn.Module], state: TrainingState) -> None:
+    """Say what models add to their ``state_dict()`` that no checkpoint holds: no state tensor, and no extra state."""
+    known = {item.tensor.untyped_storage()._cdata for item in state.tensors}
+    for name, model in models.items():
+        if not any(map(_saves_itself, model.modules())):
+            continue
+        try:
+            found = unwrap(model).state_dict()
+        except Exception as error:  # noqa: BLE001 - users' code may be ready only in training
+            logger.debug("model %s has no state_dict() yet: %s: %s", name, type(error).__name__, error)
+            continue
+        added = [key for key, value in found.items() if not _is_known(key, value, known)]
+        if added:
+            logger.warning(
+                "model %s adds %s to its state_dict(), and no checkpoint holds that: keep it in a buffer, return it "
+                "from get_extra_state(), or pass an object that has it under state=",
+                name, ", ".join(map(repr, added[:3])) + (f" and {len(added) - 3} more" if len(added) > 3 else ""),
+            )  # fmt: skip
+
+
+def _saves_itself(module: nn.Module) -> bool:
+    """Whether a module may add something: by a method of its own, or by hooks of torch."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    methods = ("state_dict", "_save_to_state_dict")
+    return (
+        any(getattr(type(module), method) is not getattr(nn.Module, method) for method in methods)
+        or bool(module._state_dict_hooks)
+        or bool(module._state_dict_pre_hooks)
+    )
+
+
+def _is_known(key: str, value: Any, storages: Collection[int]) -> bool:
+    if value is None or key.rpartition(".")[2] == "_extra_state":
+        return True
+    if not isinstance(value, torch.Tensor):
+        return False
+    return is_composite(value) or value.untyped_storage()._cdata in storages
 
 
 def _warn_of_nothing(name: str, optimizer: _Optimizer) -> None:

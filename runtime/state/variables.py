@@ -22,10 +22,10 @@ class Variables:
     as its own attributes, for variables of a function: ``kept = checkflow.Variables(hidden=None, best=0.0)``, then use
     ``kept.hidden`` and ``kept.best``, and pass ``state={"kept": kept}``.
 
-    Values may be numbers, strings, containers, arrays and tensors. A tensor comes back as a new one, on the device of
-    the one it replaces. What lies on a GPU is copied to the host at each captured boundary, which pauses training: keep
-    large tensors in a module's buffers. Of a random generator (Python's, NumPy's, torch's) the state is saved, and
-    restored into the generator that is there.
+    Values may be numbers, strings, containers, arrays and tensors. Tensors, also in containers, are copied as the plan
+    of a job says that has recorded them; what its recorded iteration did not write, at the boundary. A tensor comes
+    back as a new one in its order in memory, on the device of the one it replaces. Of a random generator (Python's,
+    NumPy's, torch's) the state is saved, and restored into the generator that is there.
 
     Args:
         namespace: where the variables are: ``globals()`` of a script, ``vars(trainer)`` of an object, or a dictionary.

@@ -357,3 +357,26 @@ def test_a_state_dict_may_put_state_in_another_form(tmp_path: Path) -> None:
     job.walk.current()
     assert "own" in capture_extra(job.walk, job.optimizers, {})["optimizers"]["optimizer"]
     assert (save(job, tmp_path) / EXTRA).stat().st_size < 2000
+
+
+def test_what_a_model_adds_to_its_state_dict_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Buffers and get_extra_state are saved; what hooks or methods of the model add is in no checkpoint."""
+
+    class Adding(nn.Linear):
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+            destination[f"{prefix}scale"] = torch.ones(2)
+            destination[f"{prefix}renamed"] = self.weight.detach()
+
+        def get_extra_state(self) -> int:
+            return 3
+
+        def set_extra_state(self, state: int) -> None: ...
+
+    model = nn.Sequential(Adding(2, 2), nn.utils.spectral_norm(nn.Linear(2, 2)))
+    model.register_state_dict_post_hook(lambda _module, state, _prefix, _metadata: state.update(turn=1))
+    with caplog.at_level(logging.WARNING, "checkflow"):
+        make_job(model, torch.optim.SGD(model.parameters()))
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "model model adds '0.scale', 'turn' to its state_dict(), and no checkpoint holds that"
+    ]
