@@ -95,7 +95,7 @@ def check_job(job: Job, given: Plan | None, *, of_a_rank: bool = False) -> torch
         raise UnsupportedError(f"no model or optimizer can be called {STATE}, as files of other state are")
     refuse_unsaved(job.walk, job.optimizers)
     warn_of_models(job.models, job.walk.latest)
-    refuse_objects(job.objects, job.walk.gather().take)
+    refuse_objects(job.objects, job.walk.gather(looks=False).take)
     if given is not None:
         implementations = compatibility.implementations(job.models, job.optimizers)
         compatibility.refuse_other_job(given, collect_state(job.models, {}), implementations)

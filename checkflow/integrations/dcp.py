@@ -157,7 +157,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         shares: list[_Share] = [result.storage_data for of_rank in results for result in of_rank]
         values = {name: codec.decode(data, name=name) for one in shares for name, data in one.values.items()}
-        extra = codec.encode({OWNER: {"paths": metadata.planner_data, "values": values}})
+        extra = codec.encode({OWNER: {"paths": metadata.planner_data, "values": values}}, marks=None)
 
         def gather(root: int, folder: int) -> Gathered:
             for one in shares:

@@ -219,7 +219,7 @@ def _encode(value: Any, path: _Path, depth: int, budget: _Budget) -> Any:
             f"{_short(path)}: all values up to this one have {budget.data_bytes} bytes, more than state.msgpack can "
             f"hold; {_ADVICE}"
         )
-    budget.take(_cost(encoded.code, []) + 2 * _LIST_BYTES)  # at most two lists: its parts and its shape
+    budget.take(_cost(encoded.code, []) + 3 * _LIST_BYTES)  # at most three lists: its parts, its shape and its order
     return encoded
 
 

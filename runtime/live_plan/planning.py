@@ -266,7 +266,7 @@ class Planning:
 
     def _beside(self) -> Sequence[StateTensor]:
         """The tensors in Variables. Of several ranks, each copies its own at the boundary."""
-        gathering = self._walk.gather()
+        gathering = self._walk.gather(looks=False)
         for name, one in self._given.objects.items() if self._share is None else ():
             if isinstance(one, Variables):
                 pairs = zip(one.state_dict().items(), one.held(), strict=True)

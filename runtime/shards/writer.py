@@ -129,7 +129,7 @@ def _lead(
         own, extra = RankRecord(attempt.number, world_size, Written(0)), b""
         failed: Exception | None = None
         try:
-            extra = codec.encode({"state": state})
+            extra = codec.encode({"state": state}, marks=None)
             own = write(root, attempt)
         except (CheckflowError, OSError) as error:
             failed = error

@@ -111,9 +111,9 @@ class StateWalk:
         latest, captured = self.latest, self._captured
         return captured if captured is not None and captured.base is latest else latest
 
-    def gather(self) -> Gathering:
-        """Begin to gather what lies beside this state; :meth:`gathered` ends it."""
-        return Gathering(self, self._restless)
+    def gather(self, *, looks: bool = True) -> Gathering:
+        """Begin to gather what lies beside this state; :meth:`gathered` ends it. ``looks``: see :class:`Gathering`."""
+        return Gathering(self, self._restless, looks=looks)
 
     def gathered(self, gathering: Gathering) -> None:
         """Add tensors to the state. It is the same object as before exactly if no memory and no form changed."""
@@ -387,7 +387,7 @@ def refuse_unsaved(walk: StateWalk, optimizers: Optimizers) -> None:
     """Refuse optimizers of which something cannot be saved now, or not be handed back. Raises UnsupportedError."""
     full = own_keys.state_dicts(optimizers)
     walk.current()
-    take = walk.gather().take
+    take = walk.gather(looks=False).take
     for name, optimizer in optimizers.items():
         codec.encode(_capture_optimizer(name, optimizer, walk.names[name], take), name=f"optimizer {name!r}")
         if name in full:

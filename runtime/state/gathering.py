@@ -58,10 +58,14 @@ class Restless:
 
 
 class Gathering:
-    """The tensors beside models and optimizers' tables at one boundary."""
+    """The tensors beside models and optimizers' tables at one boundary.
 
-    def __init__(self, held: Held, restless: Restless) -> None:
-        self._held, self._restless = held, restless
+    Args:
+        looks: whether this is a boundary that is saved, at which changes count.
+    """
+
+    def __init__(self, held: Held, restless: Restless, *, looks: bool = True) -> None:
+        self._held, self._restless, self._looks = held, restless, looks
         self._given: dict[str, StateTensor] = {}
         self._places: dict[int, dict[Region, str]] = {}  # of ``given``, by storage
 
@@ -85,7 +89,7 @@ class Gathering:
 
         names = {number: of.parameter for number, of in self._held.parameters.items()}
         found = map_leaves(value, name, visit, names, rename=rename)
-        if not by_value:
+        if self._looks and not by_value:
             self._restless.look(name, self.given[before:])
         return found
 

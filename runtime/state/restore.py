@@ -356,6 +356,7 @@ def _extra_of(
         extra = {**extra, "generators": derived_generators(extra["generators"], rank)}
     pipelined = view is not None and view.pipelined
     if pipelined or stages.of_stages(checkpoint):
+        stages.refuse_own_keys(checkpoint, extra["job"], 1 if view is None else view.world_size)
         joined = stages.job_of_all(checkpoint, extra["job"], rank)
         extra = {**extra, "job": stages.narrowed(joined, models, optimizers, pipelined=pipelined)}
     return extra

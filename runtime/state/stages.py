@@ -40,6 +40,18 @@ def job_of_all(checkpoint: Checkpoint, first: Mapping[str, Any], rank: int = 0) 
     return _joined(jobs)
 
 
+def refuse_own_keys(checkpoint: Checkpoint, job: Mapping[str, Any], ranks: int) -> None:
+    """Refuse keys that an optimizer's class has added, if the number of stages is another now: they may number each
+    stage's parameters. Raises MismatchError.
+    """
+    for owner, saved in job["optimizers"].items() if checkpoint.manifest.world_size != ranks else ():
+        if saved.get("own") is not None:
+            raise MismatchError(
+                f"optimizer {owner!r} has {', '.join(map(repr, saved['own']['keys']))} in its state_dict(), so it goes "
+                f"on with as many ranks as saved it: {checkpoint.manifest.world_size}, not {ranks}"
+            )
+
+
 def narrowed(job: Mapping[str, Any], models: Models, optimizers: Optimizers, *, pipelined: bool) -> dict[str, Any]:
     """A job's extra state with parameters in the order of these optimizers.
 

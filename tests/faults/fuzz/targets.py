@@ -76,6 +76,9 @@ def every_kind_of_value() -> dict[str, Any]:
         torch.zeros(0, 3),
         nn.Parameter(torch.ones(2)),
         torch.Size([2]),
+        torch.arange(6.0).reshape(2, 3).t(),
+        codec.Stored("model/0.weight"),
+        {codec.Named("optimizer", "0.weight"): 1},
     ]
     return {
         "plain": [None, True, -1, 2**63, 1.5, "text", b"bytes", {"a": [1, {"b": 2}]}],

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler, swa_utils
 
 from checkflow.core.errors import CorruptCheckpointError, UnsupportedError
+from checkflow.core.state import memory_order
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.codec import MAX_DEPTH, decode, encode
 from checkflow.runtime.format.layout import STORED_TYPES
@@ -87,7 +88,8 @@ VALUES: list[Any] = [
     torch.tensor(1.5), torch.zeros(0, 3), torch.randn(3, 4).t(), torch.ones(2, requires_grad=True),
     torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.ones(1).expand(5),
     torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.tensor([1 + 2j]).conj(),
-    torch.tensor([1 + 2j]).conj().imag,
+    torch.tensor([1 + 2j]).conj().imag, codec.Stored("model/x"), codec.Stored("o/x.Q.0", True, True, True, True),
+    {codec.Named("optimizer", "x"): 1},
 ]  # fmt: skip
 
 
@@ -95,6 +97,33 @@ VALUES: list[Any] = [
 def test_value_comes_back(value: Any) -> None:
     for whole in (value, [value], (value,), {"k": value}, {1: value}):
         assert_same(decode(encode(whole)), whole)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 3).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.nn.Parameter(torch.randn(5, 2).t()), torch.randn(3, 2, dtype=torch.complex64).t().conj(),
+        torch.randn(2, 1, 3, 1).permute(3, 2, 1, 0), torch.randn(4, 3).t().requires_grad_(),
+    ],
+)  # fmt: skip
+def test_a_tensor_comes_back_in_its_order_in_memory(tensor: torch.Tensor) -> None:
+    found = decode(encode([tensor]))[0]
+    assert memory_order(found) == memory_order(tensor)
+    assert torch.equal(found, tensor)
+    assert (type(found), found.requires_grad) == (type(tensor), tensor.requires_grad)
+
+
+def test_a_dictionary_is_marked_where_older_readers_cannot_decode_it() -> None:
+    plain = {"a": torch.ones(2, 3), "b": 1}
+    assert encode(plain, marks=None) == encode(plain)
+    assert not codec.is_newer(encode(plain))
+    for value in (torch.ones(2, 3).t(), codec.Stored("model/x"), {codec.Named("o", "x"): 1}):
+        data = encode({"a": [value]}, marks=None)
+        assert codec.is_newer(data[: codec.HEAD_BYTES])
+        assert_same(decode(data), {"form": 2, "a": [value]})
+        assert not codec.is_newer(encode({"a": [value]}))
+    assert codec.is_newer(encode(plain, marks=True))
 
 
 @pytest.mark.parametrize("dtype", sorted(STORED_TYPES))
@@ -282,6 +311,11 @@ def test_decoding_refuses_what_encoding_never_writes() -> None:
         msgpack.packb(msgpack.ExtType(64, msgpack.packb(["float32", [-1, -1], False, b"1234"]))),
         msgpack.packb(msgpack.ExtType(64, msgpack.packb(["load", [1], False, b"1234"]))),
         msgpack.packb(msgpack.ExtType(67, msgpack.packb("compile"))),
+        msgpack.packb(msgpack.ExtType(69, msgpack.packb([64, [0, 0], "int8", [1, 2], False, b"12"]))),
+        msgpack.packb(msgpack.ExtType(69, msgpack.packb([66, [0], "int8", [1], False, b"1"]))),
+        msgpack.packb(msgpack.ExtType(69, msgpack.packb([64, [1, 0], "int8", [-1, -1], False, b"1"]))),
+        msgpack.packb(msgpack.ExtType(70, msgpack.packb(["x", 1, False, False, False]))),
+        msgpack.packb(msgpack.ExtType(71, msgpack.packb(["x"]))),
         msgpack.packb(msgpack.ExtType(8, msgpack.packb(["eval"]))),
     ):  # fmt: skip
         with pytest.raises(CorruptCheckpointError) as caught:
@@ -385,6 +419,7 @@ def test_lengths_that_are_only_claimed_are_refused() -> None:
         dict.fromkeys(range(50_000)),
         [collections.deque([1])] * 20_000, [np.float32(1)] * 50_000, [np.zeros(1)] * 20_000, [torch.zeros(1)] * 5_000,
         [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)] * 20_000, [slice(1)] * 20_000, [torch.Size([1])] * 20_000,
+        [torch.zeros(2, 3).t()] * 5_000, [codec.Stored("x")] * 20_000, [{codec.Named("x", "y"): 1}] * 20_000,
         [collections.Counter("ab")] * 20_000, [collections.defaultdict(int, a=1)] * 20_000, set(range(50_000)),
     ],
     ids=lambda values: type(next(iter(values))).__name__,

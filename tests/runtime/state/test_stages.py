@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from typing import Any
 
 import pytest
@@ -62,6 +63,17 @@ def test_what_one_process_lacks_stays_to_be_refused() -> None:
 def test_other_numbers_of_groups_are_refused() -> None:
     with pytest.raises(MismatchError, match="not the same number of parameter groups on all stages"):
         stages._joined([job_of([0]), job_of([1], groups=2)])
+
+
+def test_keys_that_a_class_adds_go_on_with_as_many_stages_alone() -> None:
+    """They may number a stage's parameters."""
+    saved: Any = types.SimpleNamespace(manifest=types.SimpleNamespace(world_size=2))
+    job = job_of([0])
+    stages.refuse_own_keys(saved, job, 3)
+    job["optimizers"]["optimizer"]["own"] = {"keys": {"turn": 1}, "without": []}
+    stages.refuse_own_keys(saved, job, 2)
+    with pytest.raises(MismatchError, match=r"'turn' in its state_dict.*as many ranks as saved it: 2, not 3"):
+        stages.refuse_own_keys(saved, job, 3)
 
 
 @pytest.mark.parametrize("prefix", ["", "a."])
