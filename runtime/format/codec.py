@@ -17,7 +17,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -231,8 +231,12 @@ def _encode_leaf(value: Any, path: _Path) -> Any:
             return msgpack.ExtType(code, _pack(plain(value)))
         except ValueError as error:
             raise UnsupportedError(f"{_short(path)}: {error} cannot be saved; {_ADVICE}") from None
-    if kind in (Stored, Named):
-        return msgpack.ExtType(STORED if kind is Stored else NAMED, _pack(astuple(value)))
+    if kind is Stored:
+        return msgpack.ExtType(
+            STORED, _pack([value.name, value.alone, value.parameter, value.requires_grad, value.apart])
+        )
+    if kind is Named:
+        return msgpack.ExtType(NAMED, _pack([value.optimizer, value.parameter]))
     if kind is np.ndarray or isinstance(value, np.generic):
         return _encode_numpy(value, path)
     encoded = _encode_torch(value, path) if "torch" in sys.modules else None

@@ -7,7 +7,8 @@ What ``state_dict()`` returns is a structure. Its tensors are copied and stored 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,8 +50,10 @@ class Restless:
     def __contains__(self, source: str) -> bool:
         return self._changes.get(source, 0) > _MOST_CHANGES
 
-    def look(self, source: str, items: Iterable[StateTensor]) -> None:
+    def look(self, source: str, items: Sequence[StateTensor]) -> None:
         """Remember a source's tensors at this boundary."""
+        if not items and source not in self._forms:  # as nearly all
+            return
         form = tuple((one.name, one.tensor.dtype, one.tensor.shape, one.tensor.stride()) for one in items)
         if self._forms.setdefault(source, form) != form:
             self._forms[source] = form
@@ -66,6 +69,7 @@ class Gathering:
 
     def __init__(self, held: Held, restless: Restless, *, looks: bool = True) -> None:
         self._held, self._restless, self._looks = held, restless, looks
+        self._names = {number: of.parameter for number, of in held.parameters.items()}
         self._given: dict[str, StateTensor] = {}
         self._places: dict[int, dict[Region, str]] = {}  # of ``given``, by storage
 
@@ -87,10 +91,9 @@ class Gathering:
         def rename(key: Any) -> Any:
             return self._key(key, name) if isinstance(key, torch.Tensor | int) else key
 
-        names = {number: of.parameter for number, of in self._held.parameters.items()}
-        found = map_leaves(value, name, visit, names, rename=rename)
+        found = map_leaves(value, name, visit, self._names, rename=rename)
         if self._looks and not by_value:
-            self._restless.look(name, self.given[before:])
+            self._restless.look(name, list(itertools.islice(self._given.values(), before, None)))
         return found
 
     def _key(self, key: Any, name: str) -> Any:

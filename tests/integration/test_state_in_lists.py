@@ -85,7 +85,8 @@ def test_a_resumed_job_ends_bit_for_bit_as_one_that_went_on(tmp_path: Path, capl
     assert planned >= lists | {"job-state/kept.hidden", "job-state/kept.sum"}
     report = second.checkpointer.last_capture
     assert report is not None
-    assert report.boundary_bytes == second.kept.seldom.nbytes  # the recorded iteration did not write it
+    seldom = plan.deadlines["job-state/kept.seldom"]  # what the recorded iteration did not write
+    assert report.boundary_bytes == (second.kept.seldom.nbytes if seldom is None else 0)
     newest = tmp_path / "parts" / "step-00000031"
     assert (newest / EXTRA).stat().st_size < 16_000  # most of it are the generators
     with open_checkpoint(newest) as checkpoint:

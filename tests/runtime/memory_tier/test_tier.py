@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -323,7 +324,7 @@ def test_large_extra_state_leaves_others_their_part(tmp_path: Path, monkeypatch:
 
     class Replay:
         def state_dict(self) -> dict[str, Any]:
-            return {"data": torch.zeros(2 << 20, dtype=torch.uint8)}
+            return {"data": np.zeros(2 << 20, np.uint8)}  # a tensor would lie beside the others
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
