@@ -22,6 +22,7 @@ from checkflow.runtime.format.manifest import EXTRA
 from checkflow.runtime.state import own_keys
 from checkflow.runtime.state.collect import capture_extra
 from checkflow.runtime.store.reader import open_checkpoint
+from checkflow.runtime.weights.exporter import state_dicts
 from tests.support.saved_jobs import make_job, restore, save
 
 Make = Callable[[nn.Module], Any]
@@ -380,3 +381,24 @@ def test_what_a_model_adds_to_its_state_dict_is_said(caplog: pytest.LogCaptureFi
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "model model adds '0.scale', 'turn' to its state_dict(), and no checkpoint holds that"
     ]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", ["ranger21", "trac", "lookahead", "counting"])
+def test_an_export_has_what_the_class_would_load(name: str, tmp_path: Path) -> None:
+    """As ``torch.save`` of its ``state_dict()``: a script without checkflow goes on from it."""
+    make = _counting if name == "counting" else _OTHERS[name]
+    model, optimizer = _life(make)
+    job = make_job(model, optimizer)
+    _steps(model, optimizer, 0, 5)
+    with open_checkpoint(save(job, tmp_path)) as checkpoint:
+        found = state_dicts(checkpoint)
+    whole = _steps(model, optimizer, 5, 4)
+    torch.save(found, tmp_path / "exported.pt")
+    found = torch.load(tmp_path / "exported.pt", weights_only=True)
+    model, optimizer = _life(make)
+    model.load_state_dict(found["model"])
+    for key, one in optimizer.items() if isinstance(optimizer, dict) else [("optimizer", optimizer)]:
+        one.load_state_dict(found[key])
+    for one, other in zip(whole, _steps(model, optimizer, 5, 4), strict=True):
+        assert torch.equal(one, other)
