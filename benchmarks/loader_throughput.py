@@ -1,4 +1,5 @@
-"""What the resumable loader costs: its throughput against torch's own, and the time to skip to a position.
+"""What the resumable loader costs: its throughput against torch's own, the time to skip to a position, and what the
+comparison of batches after a resume takes of each iteration before.
 
 Both loaders' epochs go side by side, in turns the first. A figure is the median of the rounds; a row has met or missed
 its target when all within its error (95 %) does. Let nothing else run meanwhile.
@@ -33,6 +34,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
 import checkflow
+from checkflow.runtime.data.repeat.used import digest
 
 LEAST_SHARE = 0.97  # of torch's throughput, where an item costs LONG_SECONDS or more
 LONG_SECONDS = 1e-3
@@ -44,6 +46,7 @@ LEFT_OUT, DOUBT = 0.2, 0.05  # of the pairs of rounds, at either end; how often 
 TRIALS, FASTER = 20, 1.1  # of how long an item takes: the machine's speed changes, and it may become faster yet
 POSITIONS = (0, 640_000, 1_279_872)
 ORDER = 1_280_000
+MOST_DIGEST_SECONDS = 50e-6  # of the training thread, an iteration, where batches are fetched again after a resume
 
 
 class Images:
@@ -332,6 +335,30 @@ def measure_skip(rounds: int) -> dict[str, Any]:
     return {"samples": ORDER, "first_batch_seconds": medians, "order_bytes": memory}
 
 
+def measure_digests() -> dict[str, float]:
+    """By batches of several kinds, the median time that the training thread takes for one that is handed out.
+
+    All are made before: those that come from workers lie in no cache of this core either.
+    """
+    batches: dict[str, Callable[[], Any]] = {
+        "images and labels": lambda: [torch.rand(32, 3, 224, 224), torch.randint(9, (32,))],
+        "channels last": lambda: torch.rand(32, 3, 224, 224).to(memory_format=torch.channels_last),
+        "tokens": lambda: {name: torch.randint(9000, (8, 2048)) for name in ("input_ids", "attention_mask", "labels")},
+        "8 tensors": lambda: [torch.rand(32, 100) for _ in range(8)],
+        "64 boxes": lambda: [{"boxes": torch.rand(5, 4), "labels": torch.randint(9, (5,))} for _ in range(64)],
+        "texts": lambda: {"text": ["word " * 200 for _ in range(64)], "label": list(range(64))},
+    }
+    found = {}
+    for name, make in batches.items():
+        times, made = [], [make() for _ in range(32)]
+        for batch in made:
+            begun = time.perf_counter()
+            digest(batch)
+            times.append(time.perf_counter() - begun)
+        found[name] = statistics.median(times)
+    return found
+
+
 def order_bytes(kind: str) -> int:
     """What a fresh process, warm by another loader, grows by until its first batch is there."""
     make = {"torch": TorchDataLoader, "checkflow": checkflow.DataLoader}[kind]
@@ -382,18 +409,24 @@ def main() -> None:
         print(f"first batch of {ORDER:,} shuffled samples, {name}: {seconds * 1e3:.1f} ms")
     for name, size in skip["order_bytes"].items():
         print(f"the order's memory, {name}: {size / 1e6:.1f} MB")
+    digests = measure_digests()
+    for name, seconds in digests.items():
+        verdict = MET if seconds <= MOST_DIGEST_SECONDS else MISSED
+        print(f"a batch of {name} is digested in {seconds * 1e6:.1f} µs: {verdict}")
     where = {
         "cores": cores,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "note": asked.note or before.get("note", ""),
     }
-    content = {**where, "rows": rows, "skip": skip}
+    content = {**where, "rows": rows, "skip": skip, "digest_seconds": digests}
     asked.output.write_text(json.dumps(content, indent=1) + "\n")
     for verdict, count in collections.Counter(row["verdict"] for row in rows).items():
         print(f"{count} {verdict}")
     if missed := [f"{row['items']}/{row['batch_size']}/{row['workers']}" for row in rows if row["verdict"] == MISSED]:
         raise SystemExit(f"targets missed (items/batch size/workers): {', '.join(missed)}")
+    if slow := [name for name, seconds in digests.items() if seconds > MOST_DIGEST_SECONDS]:
+        raise SystemExit(f"digests take more than {MOST_DIGEST_SECONDS * 1e6:g} µs: {', '.join(slow)}")
 
 
 def case_of(row: dict[str, Any]) -> tuple[str, int, int]:

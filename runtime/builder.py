@@ -115,7 +115,7 @@ def assemble(
 ) -> Parts:
     """Open the directory, resume the job, and make all other parts; with all other ranks, if there are several."""
     asked, loader = arguments.asked, job.loader
-    progress = Progress(loader)
+    progress = Progress(loader, arguments.accept)
     preemption = Preemption(arguments.signals, arguments.grace_seconds, None if loader is None else loader.shield)
     resources.take_over(arguments.directory)
     with contextlib.ExitStack() as undo:

@@ -25,7 +25,7 @@ from checkflow.runtime.data.seeded_dataset import derived_seed
 from checkflow.runtime.state.collect import capture_generators, compact_generators
 
 logger = logging.getLogger("checkflow")
-_ORDER = ("sampler", "batch_sampler", "shuffle", "seed", "tail", "_seeds")  # what decides a DataLoader's
+_ORDER = ("sampler", "batch_sampler", "shuffle", "seed", "tail", "_seeds", "_states")  # what decides a DataLoader's
 
 
 class TorchOrderLoader(DataLoader):
@@ -40,10 +40,10 @@ class TorchOrderLoader(DataLoader):
     """
 
     before: ResumableLoader | None = None
+    _draws_as_torch = True
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._order_logged = True  # that it is another one than torch's, which it is not
         if not self._ordered_here:
             self._seeds = _Begins(self)
 
@@ -96,6 +96,7 @@ class _Begins(EpochSeeds):
                 "own": [one.get_state() for one in self._own()],
                 "seeds": [one.initial_seed for one in self._seeded()],
             }
+            self._begin_states(epoch)
             begin["samples"], order = self._start(epoch)
             self._begun[epoch] = agreed(begin, share)
             self._live = {epoch: order} if share.world_size == 1 else {}
@@ -107,12 +108,18 @@ class _Begins(EpochSeeds):
             begin = self._begun[epoch]
             with drawing_from(begin["process"]):
                 self._set_own(begin)
+                self._begin_states(epoch)
                 _, order = self._start(epoch)
         yield from itertools.islice(order, 1)
         with generators_kept():
             seed_generators(derived_seed(seeds.samples, epoch))
             states = generator_states()
         yield from in_blocks(order, states, BLOCK)
+
+    def _begin_states(self, epoch: int) -> None:
+        """What samplers hold beside these generators: noted at an epoch's first begin, and set again at others."""
+        if self._loader._states is not None:
+            self._loader._states.begin(epoch)
 
     def _start(self, epoch: int) -> tuple[int, Iterator[Any]]:
         """Begin an order, in the steps in which torch's iterator does; returns the seed of the samples, too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 import os
 import reprlib
 import weakref
@@ -14,7 +15,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.library_views import known_to_accelerate, torch_view
+from checkflow.runtime.data.repeat.used import Comparison, Mark
 from checkflow.runtime.data.worker_processes import WorkerShield, end_at_once, has_workers, is_lost_worker
+
+logger = logging.getLogger("checkflow")
 
 
 class LoaderListener(Protocol):
@@ -55,6 +59,9 @@ class ResumableLoader(abc.ABC):
         workers_end_by: when the job ends, of a signal, as time.monotonic() has it: busy workers are not waited for;
             None: it goes on, or ends as it likes.
         remainder: how many samples were added to fill the last batch, for Accelerate.
+        accepted: differences from the checkpoint that the user accepts (``Checkpointer(accept=…)``).
+        mark: of the batch that is handed out; None: nothing of it can be compared in a later run.
+        comparison: what a checkpoint says of the batches that were used, for those that come again.
     """
 
     remainder = 0
@@ -64,6 +71,9 @@ class ResumableLoader(abc.ABC):
         self.epochs_counted_elsewhere = False
         self.shield = shield
         self.workers_end_by: float | None = None
+        self.accepted: frozenset[str] = frozenset()
+        self.mark: Mark | None = None
+        self.comparison = Comparison()
         self._epoch = self._handed = 0
         self._fresh = True  # the epoch was set, and not iterated since
         self._pass = 0  # counts iterations and changes of the place: an iteration begun before the last is over
@@ -158,6 +168,7 @@ class ResumableLoader(abc.ABC):
             self._followed = False
             self._move(0, 0)
             self._forget()
+            self.comparison = Comparison()
 
     def _forget(self) -> None:  # noqa: B027 - most loaders keep nothing
         """Nothing was drawn, and nothing handed out."""
@@ -280,8 +291,31 @@ _KINDS = {
 }
 
 
+def settle_length(
+    state: Mapping[str, Any], identity: Mapping[str, Any], *, over: bool, accepted: frozenset[str]
+) -> Mapping[str, Any]:
+    """The state; with the data's length as it is now, where another one is accepted.
+
+    Args:
+        over: whether the state lies at an epoch's end or begin.
+
+    Raises:
+        MismatchError: the length is another one, and that is not accepted, or the epoch would go on with it.
+    """
+    there, here = state.get("size"), identity["size"]
+    if "size" not in state or there == here:  # earlier releases saved that of map-style data only
+        return state
+    said = f"the checkpoint's loader has {_in_words('size', there)}, this one {_in_words('size', here)}"
+    if not over:
+        raise MismatchError(f"{said}, and the checkpoint lies within an epoch: finish that with the data as they were")
+    if "length" not in accepted:
+        raise MismatchError(f'{said}: accept=("length",) begins the next epoch with the data as they are now')
+    logger.warning("%s: the next epoch begins with the data as they are now, which accept= allows", said)
+    return {**state, "size": here}
+
+
 def refuse_another(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuse the state of a loader of another identity: what its position is counted in.
+    """Refuse the state of a loader of another identity: what its position is counted in, but for the data's length.
 
     Raises:
         MismatchError: it is another one.
@@ -292,7 +326,7 @@ def refuse_another(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
     if (want := state.get("way")) != (have := identity.get("way")):
         raise MismatchError(f"the checkpoint's loader is {_KINDS.get(want, want)}, this one is {_KINDS[have]}")
     for name, here in identity.items():
-        if (there := state.get(name)) != here:
+        if name != "size" and (there := state.get(name)) != here:
             raise MismatchError(
                 f"the checkpoint's loader has {_in_words(name, there)}, this one {_in_words(name, here)}"
             )

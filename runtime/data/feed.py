@@ -10,7 +10,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from checkflow.runtime.data.order import SampleSteps, Share, Steps
+from checkflow.runtime.data.order import RankBatch, SampleSteps, Share, Steps
 from checkflow.runtime.data.seeded_dataset import Batch, SeededDataset
 
 _LABEL = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"  # under which profilers show torch's
@@ -25,17 +25,17 @@ class Feed(Sampler[Any]):
     def begin(self, steps: Steps, seed: int, epoch: int) -> None:
         """The next iteration is this epoch's."""
         self.steps, self._seed, self._epoch = steps, seed, epoch
-        self.ends: deque[int] = deque()  # of the steps that were fetched and not handed out
+        self.fetched: deque[RankBatch] = deque()  # steps that were not handed out
 
     @property
     def more(self) -> bool:
         """Whether there is a step that was not handed out."""
-        return bool(self.ends) or self.steps.more
+        return bool(self.fetched) or self.steps.more
 
     def __iter__(self) -> Iterator[Batch]:
-        ends = self.ends
+        fetched = self.fetched
         for step in self.steps:
-            ends.append(step.end)
+            fetched.append(step)
             yield self._seed, self._epoch, step.indices
 
 

@@ -34,13 +34,15 @@ from checkflow.runtime.data.arguments import (
     refuse_other_types,
     without_known_sampler,
 )
-from checkflow.runtime.data.base import LoaderListener, ResumableLoader, cannot_go_on, refuse_another
+from checkflow.runtime.data.base import LoaderListener, ResumableLoader, cannot_go_on, refuse_another, settle_length
 from checkflow.runtime.data.epoch_seeds import EpochSeeds, Seeds, given_seeds
 from checkflow.runtime.data.feed import Caught, Failure, Feed, made_here
 from checkflow.runtime.data.fork_guard import start_safely
 from checkflow.runtime.data.order import BatchSteps, SampleSteps, Share, Steps, Tail, count_steps
 from checkflow.runtime.data.process_generators import Reseed
-from checkflow.runtime.data.samplers import BLOCK, iterate_sampler, with_inner
+from checkflow.runtime.data.repeat.own_state import OwnState
+from checkflow.runtime.data.repeat.used import Mark
+from checkflow.runtime.data.samplers import BLOCK, SamplerStates, iterate_sampler, with_inner
 from checkflow.runtime.data.seeded_dataset import SeededDataset, derived_seed
 from checkflow.runtime.data.worker_processes import WorkerShield, end_persistent_workers
 
@@ -95,6 +97,8 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         ValueError: an argument is out of its range, or does not go with another.
     """
 
+    _draws_as_torch = False  # whether an epoch's order is that of torch's after the same torch.manual_seed
+
     def __init__(
         self,
         dataset: Any,
@@ -145,7 +149,12 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         self.sampler, self.shuffle, self.seed, self.tail = order.sampler, order.shuffle, order.seed, order.tail
         self._share = order.share
         self._seeds = EpochSeeds(self.seed, generator, ordered=self.shuffle or not self._ordered_here)
-        self._order_logged = False
+        order_by = sampler if batch_sampler is None else batch_sampler
+        self._states = None if self._ordered_here else SamplerStates(order_by, dataset)
+        self._told = False  # what is logged once
+        # Generators that samples draw from beside those that are seeded for each; with workers, these have copies.
+        self._own = OwnState({"dataset": dataset, "collate_fn": collate_fn})
+        self._own_at: dict[tuple[int, int], dict[str, Any]] = {}  # by epoch and position, where there are some
         self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
         self._used: int | None = 0  # batches of this epoch; None: to be found by its position
         self._feed = Feed()
@@ -277,20 +286,22 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
     def _steps(self, seeds: Seeds, position: int | None = None) -> Steps:
         position = self._handed if position is None else position
         share = self.share
-        if self.batch_sampler is not None:
-            return BatchSteps(self._iterate(self.batch_sampler, seeds), share, self.tail, position)
         order: Iterable[Any]
+        if self.batch_sampler is not None:
+            order = self._iterate(self.batch_sampler, seeds)
+            return BatchSteps(self.comparison.batches(self.epoch, order), share, self.tail, position)
         if self.sampler is not None:
             order = self._iterate(self.sampler, seeds)
         elif self.shuffle:
             order = _shuffled(len(self.dataset), seeds.order)
         else:
             order = range(len(self.dataset))
+        order = self.comparison.samples(self.epoch, order)
         return SampleSteps(order, self.batch_size or 1, share, self.tail, position)
 
     def _iterate(self, order: Iterable[Any], seeds: Seeds) -> Iterator[Any]:
         """What a sampler gives in this epoch."""
-        return iterate_sampler(order, seeds.order, self.epoch)
+        return iterate_sampler(order, seeds.order, self.epoch, states=self._states)
 
     def _epoch_seeds(self) -> Seeds:
         if self.listener is not None and not self._seeds.known(self.epoch):
@@ -302,8 +313,14 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         super().follow(listener)
         order = self.sampler if self.batch_sampler is None else self.batch_sampler
         drawing = [type(one).__name__ for one in with_inner(order) if isinstance(one, _DRAWING)]
-        if drawing and self.seed is None and not self._order_logged:
-            self._order_logged = True
+        told, self._told = self._told, True
+        if self.num_workers and (own := self._own.now()) and not told:
+            logger.warning(
+                "samples draw from a random generator of their own, %s, of which each worker has a copy: a resume does "
+                "not repeat its numbers; make it anew for each sample, from torch.initial_seed(), or pass reseed=",
+                next(iter(own["generators"])),
+            )  # fmt: skip
+        if drawing and self.seed is None and not (told or self._draws_as_torch):
             logger.info(
                 "the loader's %s draws from a seed of each epoch's own, so that a resume finds its order: other "
                 "samples than torch's DataLoader gives after the same torch.manual_seed", drawing[0],
@@ -316,10 +333,21 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """The state that goes on from this place, which may lie behind batches fetched ahead."""
-        return {"epoch": epoch, "position": position, **self._identity(), **self._seeds.state_from(epoch)}
+        states = {} if self._states is None else self._states.state_from(epoch)
+        if not self.num_workers and (own := self._own_at.get((epoch, position), self._own.now())):
+            states["data"] = own
+        return {"epoch": epoch, "position": position, **self._identity(), **self._seeds.state_from(epoch), **states}
+
+    def used(self, epoch: int, position: int, *, marked: bool) -> None:
+        """What was handed out up to here has reached a step: no state before it will be asked for."""
+        self._own_at = {place: own for place, own in self._own_at.items() if place >= (epoch, position)}
+        if self._states is not None:
+            self._states.used(epoch)
 
     def _forget(self) -> None:
         self._seeds.forget()
+        if self._states is not None:
+            self._states.forget()
         self.dropped = self.repeated = 0
 
     def _identity(self) -> dict[str, Any]:
@@ -357,9 +385,19 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         Raises:
             MismatchError: the data set's size, the order or the seed differs: other samples would be meant.
         """
-        refuse_another(state, self._identity())
+        identity = self._identity()
+        refuse_another(state, identity)
+        epoch, position = state["epoch"], state["position"]
+        over = position == 0 or (self._ordered_here and self._count(max(0, state["size"] - position)) == 0)
+        settled = settle_length(state, identity, over=over, accepted=self.accepted)
         self._seeds.put_back(state)
-        self.set_epoch(state["epoch"], state["position"])
+        self._own.put_back(state.get("data", {}), accepted="loader" in self.accepted)
+        self._own_at.clear()
+        if self._states is not None:
+            self._states.put_back(state, accepted="loader" in self.accepted)
+        if settled is not state and position:
+            epoch, position = epoch + 1, 0
+        self.set_epoch(epoch, position)
 
 
 class _Rest(Iterator[Any]):
@@ -393,10 +431,13 @@ class _Rest(Iterator[Any]):
         self._broken = True
         batch = next(self._batches)
         self._broken = False
-        end = feed.ends.popleft()
+        step = feed.fetched.popleft()
         if type(batch) is Failure:
             batch.raise_it()
-        loader._handed = end
+        loader._handed = step.end
+        if loader.listener is not None and not loader.num_workers and (own := loader._own.now()):
+            loader._own_at[loader._epoch, step.end] = own
+        loader.mark = Mark(step.end - len(step.used), step.used, indices=True)
         if loader._used is not None:
             loader._used += 1
         loader._notify_handed(batch)

@@ -36,6 +36,7 @@ class RankBatch(NamedTuple):
 
     indices: list[Any]
     end: int  # how many of the epoch's samples have been used after it, by all ranks
+    used: list[Any]  # which of them this step uses, of all ranks
 
 
 class Steps(Iterator[RankBatch]):
@@ -72,9 +73,9 @@ class Steps(Iterator[RankBatch]):
             raise StopIteration
         return step
 
-    def _step(self, used: int, indices: list[Any]) -> RankBatch:
-        self._position += used
-        return RankBatch(indices, self._position)
+    def _step(self, used: list[Any], indices: list[Any]) -> RankBatch:
+        self._position += len(used)
+        return RankBatch(indices, self._position, used)
 
     def _even(self, left: list[Any]) -> RankBatch | None:
         """All that is left, in parts that differ by one at most; where that would leave a rank without any, none."""
@@ -84,7 +85,7 @@ class Steps(Iterator[RankBatch]):
             return None
         size, larger = divmod(len(left), ranks)
         begin = rank * size + min(rank, larger)
-        return self._step(len(left), left[begin : begin + size + (rank < larger)])
+        return self._step(left, left[begin : begin + size + (rank < larger)])
 
 
 class SampleSteps(Steps):
@@ -127,7 +128,8 @@ class SampleSteps(Steps):
         if left >= self._whole:
             close = self._tail == "even" and self._whole < left < self._whole + ranks
             size = self._batch_size - (close and self._batch_size > 1)
-            return self._step(size * ranks, self._take(size * ranks)[rank * size : (rank + 1) * size])
+            taken = self._take(size * ranks)
+            return self._step(taken, taken[rank * size : (rank + 1) * size])
         if not left:
             return None
         tail = self._take(left)
@@ -138,7 +140,7 @@ class SampleSteps(Steps):
             return self._even(tail)
         self.repeated = self._whole - left
         padded = tail + list(itertools.islice(itertools.cycle(self._first), self.repeated))
-        return self._step(left, padded[rank * self._batch_size : (rank + 1) * self._batch_size])
+        return self._step(tail, padded[rank * self._batch_size : (rank + 1) * self._batch_size])
 
     def _take(self, count: int) -> list[Any]:
         taken, self._ahead = self._ahead[:count], self._ahead[count:]
@@ -168,16 +170,16 @@ class BatchSteps(Steps):
     def _deal(self) -> RankBatch | None:
         rank, ranks = self._share.rank, self._share.world_size
         step = list(itertools.islice(self._batches, ranks))
-        used = sum(len(batch) for batch in step)
+        used = list(itertools.chain.from_iterable(step))
         if len(step) == ranks:
             return self._step(used, step[rank])
         if not step:
             return None
         if self._tail == "drop":
-            self.dropped = used
+            self.dropped = len(used)
             return None
         if self._tail == "even":
-            return self._even(list(itertools.chain.from_iterable(step)))
+            return self._even(used)
         again = list(itertools.islice(itertools.cycle(self._first), ranks - len(step)))
         self.repeated = sum(len(batch) for batch in again)
         return self._step(used, (step + again)[rank])

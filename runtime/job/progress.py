@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkflow.runtime.data.base import ResumableLoader
+from checkflow.runtime.data.repeat.used import Comparison, Mark, Used, tell_uncompared
 from checkflow.runtime.state.collect import capture_generators, restore_generators
 from checkflow.runtime.system.signals import raised_by_handler
 
@@ -14,21 +15,26 @@ logger = logging.getLogger("checkflow")
 
 
 class Progress:
-    """What a checkpoint says about the loop: batches that reached a step, since loops may fetch more ahead."""
+    """What a checkpoint says about the loop: batches that reached a step, since loops may fetch more ahead.
 
-    def __init__(self, loader: ResumableLoader | None) -> None:
-        self._loader = loader
+    Args:
+        accepted: differences of the loader that the user accepts.
+    """
+
+    def __init__(self, loader: ResumableLoader | None, accepted: frozenset[str] = frozenset()) -> None:
+        self._loader, self._accepted = loader, accepted
         self.epoch = 0  # finished epochs
         self.numbers = range(0)  # the job's own numbers of its epochs
         self.position = 0  # samples of this epoch that reached a step
         self.turns = 0  # turns of steps() up to the last boundary; in other loops, iterations
         self.turn = 0  # the current or next turn of steps()
         self._loader_epoch = 0
-        # Loader epoch and position after each batch that was handed out but has not reached a step.
-        self._handed: list[tuple[int, int]] = []
+        # Loader epoch and position after each batch that was handed out but has not reached a step, and its mark.
+        self._handed: list[tuple[int, int, Mark | None]] = []
         # The same for batches assumed used when the next one was fetched, and the position before them.
-        self._assumed: list[tuple[int, int]] = []
-        self._before = 0, 0
+        self._assumed: list[tuple[int, int, Mark | None]] = []
+        self._used = Used()  # batches that reached a step
+        self._before = 0, 0, self._used
         self.hyperparameters: Mapping[str, Any] = {}  # what checkpoints store of the script's wishes
         self.dropped: tuple[str, ...] = ()  # names of ``fresh=`` that earlier checkpoints had, and the job has not
         self._generators: Mapping[str, Any] | None = None  # to restore when training continues
@@ -44,7 +50,7 @@ class Progress:
 
     def batch_handed(self) -> None:
         assert self._loader is not None
-        self._handed.append((self._loader.epoch, self._loader.position))
+        self._handed.append((self._loader.epoch, self._loader.position, self._loader.mark))
 
     def count(self, batches: int | None = None) -> bool:
         """Count batches that reached a step, or all that were handed out; returns whether an epoch is known to end with
@@ -55,8 +61,10 @@ class Progress:
             return False
         assert self._loader is not None
         self._assumed = self._handed[:count] if batches is None else []
-        self._before = self._loader_epoch, self.position
-        self._loader_epoch, self.position = self._handed[count - 1]
+        self._before = self._loader_epoch, self.position, self._used
+        for epoch, _, mark in self._handed[:count]:
+            self._used = self._used.then(epoch, mark)
+        self._loader_epoch, self.position, _ = self._handed[count - 1]
         del self._handed[:count]
         self._loader.used(self._loader_epoch, self.position, marked=batches is not None)
         # Without epochs(), a loop may pass through its data thousands of times.
@@ -88,7 +96,7 @@ class Progress:
         """Undo the last :meth:`count`'s assumption, as the loop will say how much was used; False: there was none."""
         if not self._assumed:
             return False
-        self._loader_epoch, self.position = self._before
+        self._loader_epoch, self.position, self._used = self._before
         self._handed[:0] = self._assumed
         self._assumed = []
         return True
@@ -110,6 +118,7 @@ class Progress:
             "position": self.position,
             "turns": self.turns,
             "loader": loader,
+            "used": self._used.state(),
             "generators": capture_generators(),
             "hyperparameters": self.hyperparameters,
             "dropped": list(self.dropped),
@@ -121,7 +130,10 @@ class Progress:
         self.turns = self.turn = extra["turns"] if "turns" in extra else extra["iteration"]
         self._loader_epoch = extra["loader"]["epoch"] if extra["loader"] is not None else 0
         if self._loader is not None and extra["loader"] is not None:
+            self._loader.accepted = self._accepted
             self._loader.load_state_dict(extra["loader"])
+            self._loader_epoch, self.position = self._loader.epoch, self._loader.position
+            self._compare_with(extra)
             return
         self.begin_anew()
         if extra["loader"] is not None:
@@ -137,8 +149,23 @@ class Progress:
             )
         self.position = 0  # must not be taken for a position in another loader
 
+    def _compare_with(self, extra: Mapping[str, Any]) -> None:
+        """Have the loader hold batches that come again against those that were used."""
+        assert self._loader is not None
+        self._used = Used.read(extra.get("used"))
+        self._loader.comparison = Comparison(self._used, accepted="loader" in self._accepted)
+        if self.position and self._used.last is None:
+            if "used" not in extra:
+                why = "the checkpoint is of an earlier release"
+            elif extra["used"] is not None:
+                why = "there were other ranks"
+            else:
+                why = "it goes on by its own state, or its batches do not lie in the host's memory"
+            tell_uncompared(why)
+
     def begin_anew(self) -> None:
         """Start without a checkpoint."""
+        self._used = Used()
         if self._loader is not None:
             self._loader.begin_anew()
 

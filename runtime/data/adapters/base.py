@@ -16,14 +16,19 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from checkflow.runtime.data.base import ResumableLoader, cannot_go_on
+from checkflow.runtime.data.adapters.torchdata import is_torchdatas
+from checkflow.runtime.data.base import ResumableLoader, cannot_go_on, settle_length
 from checkflow.runtime.data.fork_guard import start_safely
+from checkflow.runtime.data.repeat.own_state import OwnState
+from checkflow.runtime.data.repeat.used import Mark, digest, ranks
 from checkflow.runtime.data.samplers import with_inner
 from checkflow.runtime.data.worker_processes import WorkerShield, end_persistent_workers
 from checkflow.runtime.state.collect import capture_generators, restore_generators
 
 END: Final = object()  # in the place of a batch
 Place = tuple[int, int]  # an epoch, and how many of its batches come before
+# Of a loader, in the order in which a generator that several of them have gets its name.
+_SOURCES = ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")
 
 
 class ForeignLoader(ResumableLoader):
@@ -42,8 +47,12 @@ class ForeignLoader(ResumableLoader):
         # From a place to the one where what follows was fetched: an epoch that was left, or is over; a batch that
         # could not be fetched.
         self._onward: dict[Place, Place] = {}
-        self._own = _own_generators(loader)
+        self._own = OwnState(self._sources())
         self._sized = not isinstance(loader, TorchDataLoader) or _tells_length(loader)
+
+    def _sources(self) -> dict[str, Any]:
+        """What decides which batches come, by name: its generators are a part of the state."""
+        return {name: getattr(self.loader, name, None) for name in _SOURCES}
 
     @property
     def batches(self) -> int | None:
@@ -111,6 +120,11 @@ class ForeignLoader(ResumableLoader):
     def _fetch(self, iterator: Iterator[Any]) -> Any:
         """The next batch, or the end."""
 
+    def _mark_of(self, batch: Any) -> Mark | None:
+        """Of the batch that comes after the position."""
+        parts = digest(batch)
+        return Mark(self._handed, parts, indices=False) if parts else None
+
     def _notify_drawing(self) -> None:
         """Numbers are about to be drawn that are training's: its generators are to be as they would be here."""
         if self.listener is not None:
@@ -134,14 +148,13 @@ class ForeignLoader(ResumableLoader):
 
     def _begin_now(self) -> dict[str, Any]:
         """The generators that an epoch begins with: the process's, and the loader's own."""
-        return {"process": capture_generators(), "own": [generator.get_state() for generator in self._own]}
+        return {"process": capture_generators(), **self._saved_own(self._own.at(self._epoch))}
 
     @contextlib.contextmanager
     def _as_at(self, begin: Mapping[str, Any]) -> Iterator[None]:
         """With the generators as an epoch began with them; the process's are put back afterwards."""
         with drawing_from(begin["process"]):
-            for generator, state in zip(self._own, begin["own"], strict=True):
-                generator.set_state(state)
+            self._put_back_own(begin)
             yield
 
     @property
@@ -149,9 +162,37 @@ class ForeignLoader(ResumableLoader):
         """What a user calls the inner loader by."""
         return str(getattr(self.loader, "__name__", type(self.loader).__name__))
 
+    def _saved_own(self, held: dict[str, Any]) -> dict[str, Any]:
+        """With what earlier releases look for."""
+        return {"own": [generator.get_state() for generator in _own_generators(self.loader)], "held": held}
+
+    def _put_back_own(self, saved: Mapping[str, Any], *, below: str = "") -> None:
+        if "held" in saved:
+            self._own.put_back(saved["held"], below=below, accepted="loader" in self.accepted)
+        elif not below:  # of an earlier release: what samplers and data have as ``generator``
+            for generator, state in zip(_own_generators(self.loader), saved["own"], strict=True):
+                generator.set_state(state)
+
     def _identity(self) -> dict[str, Any]:
         """What the position is counted in."""
-        return {"way": self.way, "loader": type(self.loader).__name__, "workers": workers_of(self.loader)}
+        data = getattr(self.loader, "dataset", None)
+        return {
+            "way": self.way,
+            "loader": type(self.loader).__name__,
+            "workers": workers_of(self.loader),
+            "size": _length(self.loader if data is None else data),
+        }
+
+    def _has_another_length(self, state: Mapping[str, Any]) -> bool:
+        """Whether the data have, and that is accepted.
+
+        Raises:
+            MismatchError: it is not.
+        """
+        if state.get("ranks") != ranks():  # they may share the data in another way
+            return False
+        over = state["over"] or not state["position"]
+        return settle_length(state, self._identity(), over=over, accepted=self.accepted) is not state
 
     def _forget(self) -> None:
         self._ends, self._onward = {}, {}
@@ -192,6 +233,7 @@ class _Rest(Iterator[Any]):
         if not self._notified:
             self._tell()
         self._notified = False
+        loader.mark = loader._mark_of(batch)
         loader._handed += 1
         loader._notify_handed(batch)
         return batch
@@ -265,8 +307,7 @@ def iterates_as_torch(loader: TorchDataLoader[Any]) -> bool:
 def _tells_length(loader: TorchDataLoader[Any]) -> bool:
     """Whether its length is that of an epoch: of iterable-style data torch estimates it, since workers hand out more
     where each has a smaller last batch; and subclasses may iterate in another way."""
-    torchdatas = any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
-    return not isinstance(loader.dataset, IterableDataset) and (torchdatas or iterates_as_torch(loader))
+    return not isinstance(loader.dataset, IterableDataset) and (is_torchdatas(loader) or iterates_as_torch(loader))
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:

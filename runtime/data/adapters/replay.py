@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import xxhash
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.adapters.base import END, ForeignLoader
+from checkflow.runtime.data.adapters.torchdata import loses_state
 from checkflow.runtime.data.base import refuse_another
 from checkflow.runtime.data.process_generators import (
     generator_states,
@@ -18,6 +20,7 @@ from checkflow.runtime.data.process_generators import (
     seed_generators,
     set_generator_states,
 )
+from checkflow.runtime.data.repeat.used import ranks
 from checkflow.runtime.format import codec
 
 logger = logging.getLogger("checkflow")
@@ -33,10 +36,10 @@ class _Failed:
 class SkippingLoader(ForeignLoader):
     """Goes on by fetching an epoch's batches anew, up to the position.
 
-    An epoch must follow from its number (``set_epoch``), from the generators that the process and the loader have when
-    it begins, or be the same each time. It is begun, and its first batch fetched, with the process's generators. Later
-    batches draw from a copy, seeded by what these were: training draws between two batches, and does not where batches
-    are fetched again.
+    An epoch must follow from its number (``set_epoch``), from the generators that the process and the loader have, and
+    from the passes that the loader has counted, when it begins, or be the same each time. It is begun, and its first
+    batch fetched, with the process's generators. Later batches draw from a copy, seeded by what these were: training
+    draws between two batches, and does not where batches are fetched again.
 
     Args:
         loader: an iterator that starts over (DALI's: it has ``reset``) must be as it is when a job starts; the epochs
@@ -56,6 +59,10 @@ class SkippingLoader(ForeignLoader):
         self._starts_over = isinstance(loader, Iterator)
         self._made = 0  # passes, by the loader itself
 
+    def _sources(self) -> dict[str, Any]:
+        whole = isinstance(self.loader, TorchDataLoader | Iterator)  # these have what is no source, or are repeated
+        return super()._sources() | ({} if whole else {"loader": self.loader})
+
     def _open(self) -> Iterator[Any]:
         epoch, position = self._here
         if self._starts_over and not self._made:
@@ -67,7 +74,7 @@ class SkippingLoader(ForeignLoader):
         else:
             self._notify_drawing()
             begin = self._begin_now()
-            begin["seed"] = xxhash.xxh3_64_intdigest(codec.encode(begin)) >> 1
+            begin["seed"] = xxhash.xxh3_64_intdigest(codec.encode(_drawn_from(begin))) >> 1
             if self.listener is None:  # otherwise used() says what will not be asked for
                 self._begun = {number: other for number, other in self._begun.items() if number >= epoch - 1}
             self._begun[epoch] = begin
@@ -78,10 +85,13 @@ class SkippingLoader(ForeignLoader):
         if position:
             logger.info("%d batches of epoch %d are fetched again, and thrown away", position, epoch)
         for number in range(position):
-            if self._skip(iterator, number) is END:
+            batch = self._skip(iterator, number)
+            if batch is END:
                 raise MismatchError(
                     f"the checkpoint lies after batch {position} of epoch {epoch}, and the loader has {number} in it"
                 )
+            if batch is not None:
+                self.comparison.batch(epoch, number, batch)
         return iterator
 
     def _skip(self, iterator: Iterator[Any], number: int) -> Any:
@@ -162,6 +172,8 @@ class SkippingLoader(ForeignLoader):
             "over": over,
             "begun": {number: begin for number, begin in self._begun.items() if number >= first},
             "passes": passes,
+            "ranks": ranks(),
+            "held": {} if first in self._begun else self._own.at(first),
         }
 
     def deals_itself(self, state: Mapping[str, Any]) -> str:
@@ -174,17 +186,36 @@ class SkippingLoader(ForeignLoader):
             MismatchError: the loader is another one, or has another number of workers.
             UnsupportedError: it is an iterator that starts over, and was iterated already.
         """
+        if isinstance(state, Mapping) and state.get("way") == "state" and loses_state(self.loader):
+            state = _of_its_state(state, self._identity())
         refuse_another(state, self._identity())
         if self._starts_over and self._made:
             raise UnsupportedError(
                 f"this {type(self.loader).__name__} was iterated before it is to go on from a checkpoint: make another"
             )
+        self._has_another_length(state)
         self._begun, self._passes = dict(state["begun"]), dict(state["passes"])
+        self._own.put_back(state.get("held", {}), accepted="loader" in self.accepted)
         self._resume_at(state["epoch"], state["position"], over=state["over"])
 
     def _forget(self) -> None:
         super()._forget()
         self._begun, self._passes = {}, {}
+
+
+def _drawn_from(begin: Mapping[str, Any]) -> dict[str, Any]:
+    """What an epoch draws from, of what it begins with."""
+    drawn = {name: begin[name] for name in ("process", "own")}
+    held = begin["held"].get("generators")
+    return {**drawn, "held": held} if held else drawn
+
+
+def _of_its_state(state: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier release saved of a loader whose state does not hold all: the epoch's begin is in it."""
+    inner, epoch = state["inner"], state["epoch"]
+    begun = {} if inner is None or state["over"] or inner["epoch"] != epoch else {epoch: {**inner["begin"], "seed": 0}}
+    kept = {name: state[name] for name in ("epoch", "position", "over")}
+    return {**identity, **kept, "begun": begun, "passes": {}}
 
 
 def _first_of(iterator: Iterator[Any]) -> Any:

@@ -16,11 +16,13 @@ from checkflow.core.errors import UnsupportedError
 from checkflow.runtime.data.adapters.base import iterates_as_torch
 from checkflow.runtime.data.adapters.replay import SkippingLoader
 from checkflow.runtime.data.adapters.stateful import StatefulLoader, StateLoader
-from checkflow.runtime.data.adapters.worker_streams import ShownDataset, WorkerStream, has_state
+from checkflow.runtime.data.adapters.torchdata import loses_state
+from checkflow.runtime.data.adapters.worker_streams import ShownDataset, WorkerStream
 from checkflow.runtime.data.base import ResumableLoader
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.order import Tail
 from checkflow.runtime.data.process_generators import Reseed
+from checkflow.runtime.data.repeat.own_state import has_state
 
 logger = logging.getLogger("checkflow")
 _Loader = TypeVar("_Loader", bound=DataLoader)
@@ -45,6 +47,8 @@ def resumable(
               A ``generator``, or a sampler of the user's own that draws, is seeded for each epoch: another order.
             - a loader with ``state_dict`` and ``load_state_dict`` (:class:`.stateful.StatefulLoader`; torchdata's,
               MosaicML's, your own): by its own state. What torchdata's workers draw from their generators is not in it.
+              A state that leaves out what follows from it (a shuffle buffer of Hugging Face datasets, a sampler in
+              torchdata's nodes) is not used: the epoch's batches up to the position are fetched again.
             - torch's ``DataLoader`` over iterable-style data: as torchdata's ``StatefulDataLoader``, if torchdata is
               installed: by the data set's state if it has one. Otherwise the epoch's batches up to the position are
               fetched again, and thrown away.
@@ -66,13 +70,15 @@ def resumable(
     if isinstance(loader, ResumableLoader):
         made: ResumableLoader = loader
     elif isinstance(loader, StatefulLoader):
-        made = StateLoader(loader)
+        _refuse_any_order(loader)
+        made = _by_state(loader)
     elif isinstance(loader, TorchDataLoader):
         plain = iterates_as_torch(loader)
         if plain and not isinstance(loader.dataset, IterableDataset):
             return of_map_style(
                 loader, DataLoader, seed=seed, reseed=reseed, rank=rank, world_size=world_size, tail=tail
             )
+        _refuse_any_order(loader)
         made = _of_iterable_style(loader) if plain else SkippingLoader(loader)
     else:
         made = _of_another(loader)
@@ -116,15 +122,23 @@ def of_map_style(loader: TorchDataLoader[Any], kind: Callable[..., _Loader], **o
     return kind(loader.dataset, **order, **_settings(loader), **options)
 
 
-def _of_iterable_style(loader: TorchDataLoader[Any]) -> ResumableLoader:
-    if loader.num_workers > 1 and not loader.in_order:
+def _refuse_any_order(loader: Any) -> None:
+    if isinstance(loader, TorchDataLoader) and loader.num_workers > 1 and not loader.in_order:
         raise UnsupportedError(
             "in_order=False hands out batches as workers happen to have them: a position among these means nothing; "
             "make the loader with in_order=True"
         )
+
+
+def _by_state(loader: StatefulLoader) -> ResumableLoader:
+    """By its state, unless that does not hold all that its batches follow from."""
+    return SkippingLoader(loader) if loses_state(loader) else StateLoader(loader)
+
+
+def _of_iterable_style(loader: TorchDataLoader[Any]) -> ResumableLoader:
     dataset = loader.dataset
     stateless = not has_state(dataset) and inspect.isgeneratorfunction(getattr(type(dataset), "__iter__", None))
-    if loader.num_workers == 0 and stateless:
+    if (loader.num_workers == 0 and stateless) or loses_state(loader):
         return SkippingLoader(loader)  # as torchdata would, but for what is drawn meanwhile
     if importlib.util.find_spec("torchdata") is None:
         logger.info(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.adapters.base import END, ForeignLoader, Place, drawing_from, parts
 from checkflow.runtime.data.adapters.freeze import freeze, thaw
-from checkflow.runtime.data.adapters.torchdata import Again, begin_anew
+from checkflow.runtime.data.adapters.torchdata import Again, begin_anew, is_torchdatas
 from checkflow.runtime.data.base import refuse_another
+from checkflow.runtime.data.repeat.used import Comparison, Mark, ranks
+from checkflow.runtime.data.repeat.watched import watch_sampler
 from checkflow.runtime.format import codec
 from checkflow.runtime.state.collect import capture_generators
 from checkflow.runtime.system.signals import raised_by_handler
@@ -54,7 +55,7 @@ class _Inner:
         epoch: that this lies in.
         ended: whether at the end of that.
         begin: the generators that the epoch began with.
-        own: the loader's own ones as they are here.
+        own: the loader's own ones as they are here; "held" is missing, of an earlier release.
         calls: how often it was asked for a batch since it began, those that could not be fetched included.
     """
 
@@ -62,7 +63,7 @@ class _Inner:
     epoch: int = -1
     ended: bool = False
     begin: Mapping[str, Any] | None = None
-    own: Sequence[torch.Tensor] = ()
+    own: Mapping[str, Any] = field(default_factory=lambda: {"own": [], "held": {}})
     calls: int | None = None  # for a batch, since the loader began it; None: not known, of an earlier release
 
 
@@ -87,6 +88,10 @@ class StateLoader(ForeignLoader):
         self._at = _Inner()  # before the first epoch, at the last end of one, or to be loaded; else see _running
         self._to_load = False
         self._draws_late = _draws_late(loader)
+        torchdatas = is_torchdatas(loader)
+        self._mapped = mapped = torchdatas and not isinstance(loader.dataset, IterableDataset)  # type: ignore[attr-defined]
+        self._watched = watch_sampler(loader, self._expected) if mapped else None
+        self._compares = torchdatas and not mapped  # batches: data without a state are fetched again
         self._running: tuple[int, Mapping[str, Any]] | None = None  # the epoch that was begun, and its begin
         self._fetched = 0  # of it
         self._calls: int | None = 0  # as of _Inner
@@ -111,6 +116,7 @@ class StateLoader(ForeignLoader):
         self._announce(self._epoch)
         with drawing_from(again):
             self._running, self._fetched = (self._epoch, self._begin_now()), 0
+            self._pass_begins(self._epoch)
             iterator = self._note_workers(iter(self.loader))
             self._calls = 0
             if left is not None and not left.ended:
@@ -155,18 +161,21 @@ class StateLoader(ForeignLoader):
         if again.batches:
             logger.info("%d batches of epoch %d are fetched again, and thrown away", again.batches, epoch)
         for number in range(again.batches):
+            batch = None
             try:
-                over = next(iterator, END) is END
+                batch = next(iterator, END)
             except Exception as error:
                 if raised_by_handler(error):
                     raise
-                over = False  # it counts, as it does where the batches are used
+                # It counts, as it does where the batches are used.
                 logger.warning("batch %d of epoch %d, which was used, could not be fetched again: %s",
                                number, epoch, error)  # fmt: skip
-            if over:
+            if batch is END:
                 there = f"after batch {again.batches} of epoch {epoch}"
                 raise MismatchError(f"the checkpoint lies {there}, and the loader has {number} in it")
             again.refuse_other_data(iterator, number + 1)
+            if batch is not None:
+                self.comparison.batch(epoch, number, batch)
 
     def _restored(self, at: _Inner, *, rest: bool = True) -> Iterator[Any]:
         """The rest of the epoch that this lies in; the process's generators are left as they are.
@@ -177,15 +186,20 @@ class StateLoader(ForeignLoader):
         assert at.begin is not None
         self._announce(at.epoch)
         with self._as_at(at.begin):  # what is drawn in setting up is drawn as it was then
+            self._pass_begins(at.epoch)
             again = self._load(at)
             iterator = self._note_workers(iter(self.loader))
             if rest:
                 self._throw_away(iterator, again, at.epoch)
+        if self._compares and not again.batches and not at.ended:
+            self.comparison.skip("the data go on by their own state")
         self._to_load = False  # only now: where this was interrupted, it is done again
         self._calls = again.batches or at.calls
         if self._draws_late:
-            for generator, state in zip(self._own, at.own, strict=True):
-                generator.set_state(state)
+            self._put_back_own(at.own)
+        else:
+            for data in ("dataset", "collate_fn"):  # a sampler draws its order again
+                self._put_back_own(at.own, below=data)
         self._running, self._fetched = (at.epoch, at.begin), self._handed
         return iterator
 
@@ -203,6 +217,8 @@ class StateLoader(ForeignLoader):
         del iterator  # its workers end
         if more:
             self._load(at)
+            if "held" in at.own:
+                self._put_back_own(at.own)
 
     def _keep(self, again: Mapping[str, Any] | None) -> None:
         """Keep what the next batch is fetched from, if it may be asked for after that."""
@@ -233,8 +249,20 @@ class StateLoader(ForeignLoader):
         ended = batches is not None and self._fetched >= batches
         return _Inner(self._copy(), epoch, ended, begin, self._own_now(), self._calls)
 
-    def _own_now(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._own]
+    def _own_now(self) -> dict[str, Any]:
+        return self._saved_own(self._own.now())
+
+    def _expected(self) -> Comparison:
+        return self.comparison
+
+    def _pass_begins(self, epoch: int) -> None:
+        if self._watched is not None:
+            self._watched.begins(epoch)
+
+    def _mark_of(self, batch: Any) -> Mark | None:
+        if self._watched is not None:
+            return Mark(0, self._watched.first, indices=True) if self._watched.first else None
+        return super()._mark_of(batch) if self._compares else None
 
     def _copy(self) -> bytes:
         """The inner loader's state as it is: what it does later must not change that."""
@@ -276,6 +304,7 @@ class StateLoader(ForeignLoader):
             "position": position,
             **self._identity(),
             "over": self._is_over(place),
+            "ranks": ranks(),
             "inner": None if at.state is None else _saved(at),
             "again": [[*later, generators] for later, generators in again.items()],
         }
@@ -291,6 +320,9 @@ class StateLoader(ForeignLoader):
         """
         refuse_another(state, self._identity())
         inner = state["inner"]
+        if self._has_another_length(state) and inner is not None and self._mapped:
+            self._put_back_own(inner)  # torchdata would go through the old order, by indices of the new data
+            inner = None
         self._to_load, self._running = inner is not None, None
         self._at = _Inner() if inner is None else _read(inner)
         self._kept.clear()
@@ -326,14 +358,15 @@ def _saved(at: _Inner) -> dict[str, Any]:
     """As extra state."""
     assert at.state is not None
     return {
-        "state": thaw(at.state), "epoch": at.epoch, "ended": at.ended, "begin": at.begin, "own": at.own,
+        "state": thaw(at.state), "epoch": at.epoch, "ended": at.ended, "begin": at.begin, **at.own,
         "calls": at.calls,
     }  # fmt: skip
 
 
 def _read(inner: Mapping[str, Any]) -> _Inner:
     state = freeze(inner["state"])
-    return _Inner(state, inner["epoch"], inner["ended"], inner["begin"], inner["own"], inner.get("calls"))
+    own = {name: inner[name] for name in ("own", "held") if name in inner}
+    return _Inner(state, inner["epoch"], inner["ended"], inner["begin"], own, inner.get("calls"))
 
 
 def _draws_late(loader: Any) -> bool:
@@ -347,7 +380,7 @@ def _draws_late(loader: Any) -> bool:
 def _refuse_unsaved_order(loader: Any) -> None:
     """Refuse torchdata's loader with one of torch's samplers that draws its order from the process's generator: neither
     saves what it drew."""
-    if not any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__):
+    if not is_torchdatas(loader):
         return
     for one in parts(loader):
         if isinstance(one, _DRAWING) and one.generator is None:

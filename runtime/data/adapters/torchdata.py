@@ -1,7 +1,8 @@
-"""States of torchdata's ``StatefulDataLoader`` over iterable-style data that has none itself.
+"""Which states of other libraries do not hold all that is needed, and what is done instead.
 
-After a resume torchdata 0.11 counts the batches that it fetches again twice, so that the next resume loses batches or
-fails. So the loader begins the epoch anew, and checkflow throws those batches away.
+After a resume torchdata 0.11 counts the batches that it fetches again twice, where iterable-style data have no state,
+so that the next resume loses batches or fails. So the loader begins the epoch anew, and checkflow throws those batches
+away.
 """
 
 from __future__ import annotations
@@ -10,12 +11,40 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from torch.utils.data import SequentialSampler
+
 from checkflow.core.errors import MismatchError
+from checkflow.runtime.data.repeat.own_state import has_state, walk
 
 _SNAPSHOT, _SINCE, _STEP, _LAST, _MAIN = (
     "_snapshot", "_steps_since_snapshot", "_snapshot_step", "_last_yielded_worker_id", "_main_snapshot",
 )  # fmt: skip
 _YIELDED, _FINISHED = "_num_yielded", "_iterator_finished"
+
+
+def loses_state(loader: Any) -> bool:
+    """Whether its state, if it has one, leaves out what its next batches follow from, and beginning its epoch anew does
+    not.
+
+    - A shuffle buffer of Hugging Face datasets: the state of the data set is that behind the buffer, whose samples
+      would never be used.
+    - A sampler without a state in torchdata's nodes: its order is drawn anew, from other numbers.
+    """
+    for _, part in walk({"loader": loader, "dataset": getattr(loader, "dataset", None)}):
+        kind = type(part)
+        room, _, _ = kind.__module__.partition(".")
+        if room == "datasets" and kind.__name__ == "BufferShuffledExamplesIterable":
+            return True
+        if room == "torchdata" and kind.__name__ == "SamplerWrapper":
+            sampler = part.sampler
+            if not (has_state(sampler) or hasattr(sampler, "set_epoch") or type(sampler) is SequentialSampler):
+                return True
+    return False
+
+
+def is_torchdatas(loader: object) -> bool:
+    """Whether it is a ``StatefulDataLoader``, or of a class made of that."""
+    return any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__)
 
 
 class Again(NamedTuple):

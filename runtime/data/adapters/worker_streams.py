@@ -1,7 +1,8 @@
 """Iterable-style data in the workers of torchdata's loader, with what these draw as a part of its state.
 
-torchdata saves where a data set is, and the seed that a worker began with; not how far that worker's generators have
-come. Without this, samples that draw numbers (augmentation, a shuffled buffer) would be others after a resume.
+torchdata saves where a data set is, and the seed that a worker began with; not how far that worker's generators, and
+those that the data set has, have come. Without this, samples that draw numbers (augmentation, a shuffled buffer) would
+be others after a resume.
 """
 
 from __future__ import annotations
@@ -14,14 +15,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from checkflow.runtime.data.adapters.freeze import freeze, thaw
 from checkflow.runtime.data.process_generators import seed_generators
+from checkflow.runtime.data.repeat.own_state import OwnState, has_state
 from checkflow.runtime.data.seeded_dataset import derived_seed
 from checkflow.runtime.format import codec
 from checkflow.runtime.state.collect import capture_generators, restore_generators
-
-
-def has_state(thing: object) -> bool:
-    """Whether it has a state of its own."""
-    return all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
 class WorkerStream(IterableDataset[Any]):
@@ -58,6 +55,7 @@ class _Stream:
 
     def __init__(self, dataset: Any, iterator: Iterator[Any]) -> None:
         self._dataset, self._iterator = dataset, iterator
+        self._own = OwnState({"dataset": dataset})
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -82,7 +80,8 @@ class _Stream:
         generators = codec.encode(capture_generators())
         # Copies: torchdata holds each state against the last one, and would find no change in what changed in place.
         parts = thaw(freeze({name: part.state_dict() for name, part in self._parts.items()}))
-        return {"generators": generators, "ended": self._ended, **parts}
+        own = {"own": codec.encode(found)} if (found := self._own.now()) else {}
+        return {"generators": generators, "ended": self._ended, **own, **parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if has_state(self._dataset):
@@ -91,6 +90,8 @@ class _Stream:
         self._iterator = iter(()) if self._ended else iter(self._dataset)
         if "iterator" in self._parts:
             self._iterator.load_state_dict(state["iterator"])  # type: ignore[attr-defined]
+        if "own" in state:
+            self._own.put_back(codec.decode(state["own"]))
         restore_generators(codec.decode(state["generators"]))
 
 

@@ -1,0 +1,1 @@
+"""What makes a loader repeat itself after a resume, and what shows whether it did."""
