@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -61,6 +62,16 @@ class Repeating(Sampler[int]):
         yield from torch.randperm(SAMPLES, generator=self.generator).tolist()
 
 
+class Numpys(Repeating):
+    """From a generator of NumPy's."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(7)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.permutation(SAMPLES).tolist())
+
+
 class Ready(Sampler[list[int]]):
     """Ready batches, drawn from the process's generator."""
 
@@ -98,6 +109,7 @@ CASES = {
     "accumulated": Case({"gradient_accumulation_steps": 2}),
     "torch's sampler": Case({"accelerator_config": {"use_seedable_sampler": False}}),
     "a sampler with a generator": Case({}, sampler=Repeating),
+    "a sampler with NumPy's": Case({}, sampler=Numpys),
     "a weighted sampler": Case({}, sampler=lambda: WeightedRandomSampler([1.0] * 21 + [9.0], SAMPLES)),
     "a loader of its own": Case(
         {}, loader=lambda trainer: TorchDataLoader(DATA, batch_sampler=Ready(), collate_fn=first_of_each)
