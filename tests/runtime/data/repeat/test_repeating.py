@@ -214,7 +214,8 @@ NEVER: dict[str, Callable[[], Any]] = {
     ),  # type: ignore[arg-type]
     "torchdata": lambda: in_torchdata(Unseeded()),
     "torchdata, workers": lambda: in_torchdata(Unseeded(), 2),
-    "fetched again": lambda: lambda: (torch.tensor([index]) for index in Unseeded()),
+    # Whole orders: that two of them agree by chance must not happen.
+    "fetched again": lambda: lambda: (torch.tensor(list(Unseeded())) for _ in range(4)),
     "webdataset": lambda: web(webdataset.shuffle(SIZE, initial=SIZE)),
     "nodes": lambda: of_nodes(Unseeded()),
 }
