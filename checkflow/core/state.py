@@ -8,6 +8,7 @@ of a list or dictionary is named after its place there: ``optimizer/layer.weight
 
 from __future__ import annotations
 
+import bisect
 import collections
 import functools
 import itertools
@@ -116,7 +117,7 @@ def keeper_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside stateless wrappers, as Accelerate's: torch's hooks know only that."""
     while isinstance(optimizer, torch.optim.Optimizer):  # a scheduler has an ``optimizer``, too
-        inner = next(filter(functools.partial(_has_state_of, optimizer), _inner_optimizers(optimizer)), None)
+        inner = next(filter(functools.partial(_has_state_of, optimizer), inner_optimizers(optimizer)), None)
         if inner is None:
             break
         optimizer = inner
@@ -127,7 +128,7 @@ def _has_state_of(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer
     return inner.state is optimizer.state and inner.param_groups is optimizer.param_groups
 
 
-def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """Yield those that an optimizer holds, as wrappers do."""
     for value in vars(optimizer).values():
         values = value.values() if type(value) is dict else value if isinstance(value, list | tuple) else (value,)
@@ -315,6 +316,8 @@ def map_leaves(
         return value
 
     def inner(item: Any, key: Any) -> Any:
+        if type(item) in _NO_TENSORS:  # nearly all: no name is made for it
+            return item
         text = "" if name is None else _key_text(key, parameters)
         if text is None:
             return item
@@ -413,13 +416,18 @@ def _named(names: Mapping[int, str], optimizer: torch.optim.Optimizer) -> Iterat
 
 def _optimizer_tensors(owner: str, models: Mapping[str, nn.Module], optimizer: Any) -> Iterator[StateTensor]:
     known = parameter_names(models)
+    taken = set()
     for name, parameter in _named(known, optimizer):
         if id(parameter) not in known:
             yield StateTensor(f"{owner}/{name}", "parameter", parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
+                taken.add(f"{name}.{key}")
                 yield StateTensor(f"{owner}/{name}.{key}", "optimizer", value)
     for name, value in nested_in(optimizer, {id(parameter): name for name, parameter in _named(known, optimizer)}):
+        while name in taken:  # {"Q": [...], "Q.0": ...}
+            name += "'"
+        taken.add(name)
         yield StateTensor(f"{owner}/{name}", "optimizer", value, inside=True)
 
 
@@ -474,6 +482,7 @@ def collect_state(
     tensors_of = collections.Counter(storages)
     first: dict[Region, str] = {}
     unique, places, ties = [], [], []
+    spans = Spans()
     for item, storage in zip(items, storages, strict=True):
         if tensors_of[storage] == 1:  # nearly all: alone in its memory, so no tie and no overlap
             unique.append(item)
@@ -482,7 +491,7 @@ def collect_state(
         if here in first and item.tensor.numel():
             if not item.inside:
                 ties.append((item.name, first[here]))
-        elif item.inside and overlaps(here, item.tensor, first):
+        elif not spans.take(here) and item.inside:
             continue  # it is saved by value
         else:
             first[here] = item.name
@@ -495,15 +504,25 @@ def collect_state(
 _is_inside = operator.attrgetter("inside")
 
 
-def overlaps(here: Region, tensor: torch.Tensor, others: Collection[Region]) -> bool:
-    """Whether a tensor of this region has memory in common with one of other regions."""
-    begin = here.offset * tensor.element_size()
-    for other in others:
-        if other.storage == here.storage:
-            first = other.offset * other.dtype.itemsize
-            if begin < first + math.prod(other.shape) * other.dtype.itemsize and first < begin + tensor.nbytes:
-                return True
-    return False
+class Spans:
+    """Pieces of storages that are taken. None overlaps another."""
+
+    def __init__(self) -> None:
+        self._taken: dict[int, tuple[list[int], list[int]]] = {}  # by storage, where pieces begin and end
+
+    def take(self, here: Region) -> bool:
+        """Take a piece, if it has no memory in common with another one; returns whether it has none."""
+        size = here.dtype.itemsize
+        begin, end = here.offset * size, (here.offset + math.prod(here.shape)) * size
+        begins, ends = self._taken.setdefault(here.storage, ([], []))
+        place = bisect.bisect_right(begins, begin)
+        if begin == end:
+            return True
+        if (place and ends[place - 1] > begin) or (place < len(begins) and begins[place] < end):
+            return False
+        begins.insert(place, begin)
+        ends.insert(place, end)
+        return True
 
 
 def _in_parts(item: StateTensor, *, of_a_rank: bool) -> Iterator[StateTensor]:
@@ -604,7 +623,7 @@ def refuse_hidden_state(optimizers: Mapping[str, torch.optim.Optimizer]) -> None
     given = set(map(id, optimizers.values()))
     for name, optimizer in optimizers.items():
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for inner in _inner_optimizers(optimizer):
+        for inner in inner_optimizers(optimizer):
             shared = any(id(parameter) in updated for group in inner.param_groups for parameter in group["params"])
             if shared and inner.state is not optimizer.state and id(inner) not in given:
                 raise UnsupportedError(

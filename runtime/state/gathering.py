@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from checkflow.core.errors import UnsupportedError
-from checkflow.core.state import Region, StateTensor, dtype_name, has_own_memory, map_leaves, overlaps, region
+from checkflow.core.state import Region, Spans, StateTensor, dtype_name, has_own_memory, map_leaves, region
 from checkflow.runtime.format.codec import Named, Stored
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import TensorEntry
@@ -72,6 +72,7 @@ class Gathering:
         self._names = {number: of.parameter for number, of in held.parameters.items()}
         self._given: dict[str, StateTensor] = {}
         self._places: dict[int, dict[Region, str]] = {}  # of ``given``, by storage
+        self._spans = Spans()  # of all state
 
     @property
     def given(self) -> tuple[StateTensor, ...]:
@@ -121,13 +122,18 @@ class Gathering:
         if tensor.device.type != "cpu" and tensor.device != held.device:
             return tensor
         here, storage = region(tensor), tensor.untyped_storage()._cdata
-        others, mine = held.in_storage(storage), self._places.setdefault(storage, {})
+        others = held.in_storage(storage)
+        if storage not in self._places:
+            self._places[storage] = {}
+            for other in others:
+                self._spans.take(other)
+        mine = self._places[storage]
         if tensor.numel():
             if (known := others.get(here)) is not None:
                 return _stored(known, tensor, alone=held.is_inside(known))
             if (known := mine.get(here)) is not None:
                 return _stored(known, tensor, alone=True)
-        if by_value or overlaps(here, tensor, others) or overlaps(here, tensor, mine):
+        if by_value or not self._spans.take(here):
             return tensor
         while path in self._given:  # {"a.b": …, "a": {"b": …}}
             path += "'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -292,3 +293,27 @@ def test_a_reference_to_what_the_files_lack_is_damage(tmp_path: Path, caplog: py
     save(make_job(model, optimizer, {"kept": _Kept({"lost": lost})}), tmp_path)
     assert restore(make_job(model, optimizer, {"kept": _Kept(None)}), tmp_path) is None
     assert "lacks the tensor job-state/kept.lost, which its extra state names" in caplog.text
+
+
+def test_places_of_one_name_in_optimizer_state_have_values_of_their_own(tmp_path: Path) -> None:
+    model, optimizer = _life()
+    optimizer.state[model.weight].update(Q={1: torch.ones(2), "1": torch.zeros(2)}, exp=torch.full((3, 4), 2.0))
+    optimizer.state["weight"] = {"exp": torch.full((3, 4), 3.0)}
+    save(make_job(model, optimizer), tmp_path)
+    model, optimizer = _life()
+    restore(make_job(model, optimizer), tmp_path)
+    found: dict[Any, Any] = dict(optimizer.state)
+    _assert_same(found[model.weight]["Q"], {1: torch.ones(2), "1": torch.zeros(2)})
+    _assert_same([found[model.weight]["exp"], found["weight"]["exp"]], [torch.full((3, 4), one) for one in (2.0, 3.0)])
+
+
+def test_many_tensors_in_one_storage_are_gathered_in_linear_time() -> None:
+    model, optimizer = _life()
+    rows, optimizer.state[model.weight]["Q"] = torch.zeros(20000, 2).unbind(), list(torch.zeros(20000, 2).unbind())
+    job = make_job(model, optimizer, {"rows": Variables(rows=[*rows, rows[5][:1]])})
+    begun = time.process_time()
+    job.walk.current()
+    saved = capture_extra(job.walk, job.optimizers, job.objects)["objects"]["rows"]["rows"]
+    assert time.process_time() - begun < 20  # 3; it took minutes when each was compared with all others
+    assert len(job.walk.captured.tensors) == 40002
+    assert torch.is_tensor(saved[-1])  # it overlaps another: by value
