@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from checkflow.core.errors import MismatchError, UnsupportedError
-from checkflow.core.state import STATE, TrainingState, is_composite, keeper_of, unwrap
+from checkflow.core.state import STATE, TrainingState, inner_optimizers, is_composite, keeper_of, unwrap
 from checkflow.runtime.format import codec
 
 logger = logging.getLogger("checkflow")
@@ -152,13 +152,25 @@ def _warn_of_nothing(name: str, optimizer: _Optimizer) -> None:
 
 
 class _Contents:
-    """What an optimizer's ``state`` and ``param_groups`` hold."""
+    """What an optimizer's ``state`` and ``param_groups`` hold, and which wrappers and inner optimizers share them."""
 
     def __init__(self, optimizer: _Optimizer) -> None:
         self._state = [
             (key, table, dict(table) if isinstance(table, dict) else None) for key, table in optimizer.state.items()
         ]
         self._groups = [dict(group) for group in optimizer.param_groups]
+        numbers = {id(group): number for number, group in enumerate(optimizer.param_groups)}
+        keeper = keeper_of(optimizer)
+        self._sharing = [
+            (
+                one,
+                one.state is optimizer.state,
+                one.param_groups is optimizer.param_groups,
+                [numbers.get(id(group)) for group in one.param_groups],
+            )
+            for one in (keeper, *inner_optimizers(keeper), *inner_optimizers(optimizer))
+            if one is not optimizer
+        ]
 
     def put_back(self, name: str, optimizer: _Optimizer) -> None:
         """Put it into whatever containers are there now, which the optimizer may have under other names, too."""
@@ -173,6 +185,15 @@ class _Contents:
                 table.clear()
                 table.update(held)
             optimizer.state[key] = table
+        # Torch's load_state_dict makes new containers: a schedule of a wrapper would set rates that nothing reads.
+        for one, state, groups, numbers in self._sharing:
+            if state and one.state is not optimizer.state:
+                one.state = optimizer.state
+            if groups and one.param_groups is not optimizer.param_groups:
+                one.param_groups = optimizer.param_groups
+            for place, number in enumerate(numbers[: len(one.param_groups)]):
+                if number is not None:
+                    one.param_groups[place] = optimizer.param_groups[number]
 
 
 def _state_dict(name: str, optimizer: _Optimizer) -> dict[str, Any]:

@@ -131,6 +131,35 @@ def test_a_wrapper_around_an_optimizer_gets_its_own_key_back(tmp_path: Path) -> 
     assert _assert_goes_on(make, tmp_path / "checkpoints").averager.step == 12
 
 
+class Stale(PostLocalSGDOptimizer):
+    """Has groups in a list of its own, as a wrapper of several optimizers."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.param_groups = [*self.optim.param_groups]
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("kind", [PostLocalSGDOptimizer, Stale])
+def test_a_schedule_of_a_wrapper_sets_the_rates_of_the_inner_optimizer_after_a_restart(
+    kind: type[PostLocalSGDOptimizer], tmp_path: Path
+) -> None:
+    def life() -> tuple[nn.Module, PostLocalSGDOptimizer]:
+        model = nn.Linear(6, 3)
+        return model, kind(AdamW(model.parameters(), lr=0.1), PeriodicModelAverager(period=2))
+
+    model, optimizer = life()
+    save(make_job(model, optimizer), tmp_path / "checkpoints")
+    model, optimizer = life()
+    restore(make_job(model, optimizer), tmp_path / "checkpoints")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    assert optimizer.optim.param_groups[0] is optimizer.param_groups[0]
+    assert optimizer.optim.param_groups[0]["lr"] == 0.05
+
+
 class Counting(torch.optim.SGD):
     """Every third step is doubled; the counter is in ``state_dict()``."""
 
