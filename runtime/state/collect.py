@@ -548,12 +548,26 @@ def _restore_optimizer(models: Models, optimizer: torch.optim.Optimizer, saved: 
             else:
                 group[key] = value
     device = training_device(models)
+    parameters = dict(optimizer_parameters(models, optimizer))
+    _drop_values(optimizer, parameters, saved)
     if saved["values"]:
-        parameters = dict(optimizer_parameters(models, optimizer))
         for name, values in _put_back(saved["values"], saved.get("values_apart", ()), device).items():
             if values:
                 optimizer.state[parameters[name]].update(values)
     optimizer.state.update(_put_back(saved["others"], saved.get("others_apart", ()), device))
+
+
+def _drop_values(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
+) -> None:
+    """Remove what the checkpoint lacks and is no tensor: :func:`drop_state` has removed tensors."""
+    for name, parameter in parameters.items():
+        table, kept = optimizer.state.get(parameter), saved["values"].get(name, {})
+        if isinstance(table, dict):
+            for key in [key for key, value in table.items() if key not in kept and not torch.is_tensor(value)]:
+                del table[key]
+    for key in [key for key in optimizer.state if not torch.is_tensor(key) and key not in saved["others"]]:
+        del optimizer.state[key]
 
 
 def fits(shape: Collection[int], parameter: Collection[int]) -> bool:

@@ -126,7 +126,7 @@ def test_structures_come_back_with_order_types_and_ties(data: st.DataObject, tmp
     with torch.no_grad():
         model.weight.zero_()
     kept = _Kept(None)
-    job.objects["kept"] = _Kept(None)  # type: ignore[index]
+    job.objects["kept"] = _Kept(None)
     restore(make_job(model, optimizer, {"kept": kept}), directory)
     _assert_same(kept.value, value)
     before, after = _leaves(value), _leaves(kept.value)
@@ -317,3 +317,15 @@ def test_many_tensors_in_one_storage_are_gathered_in_linear_time() -> None:
     assert time.process_time() - begun < 20  # 3; it took minutes when each was compared with all others
     assert len(job.walk.captured.tensors) == 40002
     assert torch.is_tensor(saved[-1])  # it overlaps another: by value
+
+
+def test_lists_and_numbers_that_a_job_has_made_before_it_is_restored_go_as_tensors_do(tmp_path: Path) -> None:
+    model, optimizer = _life()
+    optimizer.state[model.weight]["kept"] = 1
+    save(make_job(model, optimizer), tmp_path)
+    model, optimizer = _life()
+    optimizer.state[model.weight].update(exp=torch.ones(3, 4), Q=[torch.ones(2)], count=5, kept=7)
+    optimizer.state[model.bias]["count"] = 5
+    optimizer.state["whole"] = [torch.ones(2)]
+    restore(make_job(model, optimizer), tmp_path)
+    assert {key: table for key, table in optimizer.state.items() if table} == {model.weight: {"kept": 1}}
