@@ -7,8 +7,9 @@ What ``state_dict()`` returns is a structure. Its tensors are copied and stored 
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -40,24 +41,29 @@ class Restless:
     """Remembers sources whose tensors change in number or shape.
 
     Each such change makes new files' headers, and maybe larger staging buffers. So after a few the tensors of that
-    source are saved by value, in ``state.msgpack``: a shuffle buffer's, a growing list's.
+    source are saved by value, in ``state.msgpack``: a shuffle buffer's, a growing list's. A source is an entry of what
+    ``state_dict()`` returns, or all of it if its entries come and go.
     """
 
     def __init__(self) -> None:
-        self._forms: dict[str, _Form] = {}
-        self._changes: dict[str, int] = {}
+        self._forms: dict[str, dict[str, _Form]] = {}
+        self._changes: collections.Counter[str] = collections.Counter()
 
     def __contains__(self, source: str) -> bool:
-        return self._changes.get(source, 0) > _MOST_CHANGES
+        return self._changes[source] > _MOST_CHANGES
 
-    def look(self, source: str, items: Sequence[StateTensor]) -> None:
-        """Remember a source's tensors at this boundary."""
-        if not items and source not in self._forms:  # as nearly all
-            return
-        form = tuple((one.name, one.tensor.dtype, one.tensor.shape, one.tensor.stride()) for one in items)
-        if self._forms.setdefault(source, form) != form:
-            self._forms[source] = form
-            self._changes[source] = self._changes.get(source, 0) + 1
+    def look(self, name: str, items: Iterable[tuple[str, StateTensor]]) -> None:
+        """Remember the tensors under a name at this boundary, each with its source."""
+        now: dict[str, _Form] = {}
+        for source, one in items:
+            form = one.name, one.tensor.dtype, one.tensor.shape, one.tensor.stride()
+            now[source] = (*now.get(source, ()), form)
+        before = self._forms.get(name, now)
+        if now or before:  # nearly all have none
+            self._forms[name] = now
+        changed = {source for source in now.keys() | before.keys() if now.get(source) != before.get(source)}
+        self._changes.update(changed)
+        self._changes[name] += any(one not in self for one in changed & (now.keys() ^ before.keys()))
 
 
 class Gathering:
@@ -84,17 +90,21 @@ class Gathering:
 
         Raises UnsupportedError for a dictionary by tensors that are no parameters, or by the ``id`` of parameters.
         """
-        before, by_value = len(self._given), name in self._restless
+        before, by_value, has_entries = len(self._given), name in self._restless, isinstance(value, dict)
+
+        def source(path: str) -> str:
+            return f"{name}.{path[len(name) + 1 :].partition('.')[0]}" if has_entries else name
 
         def visit(path: str, tensor: torch.Tensor) -> Any:
-            return self._stored(path, tensor, by_value=by_value)
+            return self._stored(path, tensor, by_value=by_value or source(path) in self._restless)
 
         def rename(key: Any) -> Any:
             return self._key(key, name) if isinstance(key, torch.Tensor | int) else key
 
         found = map_leaves(value, name, visit, self._names, rename=rename)
         if self._looks and not by_value:
-            self._restless.look(name, list(itertools.islice(self._given.values(), before, None)))
+            given = itertools.islice(self._given.items(), before, None)
+            self._restless.look(name, [(source(path), one) for path, one in given])
         return found
 
     def _key(self, key: Any, name: str) -> Any:
