@@ -84,7 +84,6 @@ class StateWalk:
         self._sizes: list[int] = []
         self._lists: list[tuple[Mapping[Any, Any], Any]] = []  # entries of optimizer state that may hold tensors
         self._inside: list[tuple[int, str, int]] = []  # the tensors there
-        self._parameter_names: dict[int, str] = {}
         self._by_identity: dict[int, str] = {}
         self._by_storage: dict[int, dict[Region, str]] | None = None  # made when it is asked for
         self._alone: frozenset[str] = frozenset()
@@ -96,6 +95,7 @@ class StateWalk:
         #: As of the last call of ``current``: by optimizer, ``id(parameter)`` to its name; and modules by name.
         self.names: dict[str, dict[int, str]] = {}
         self.parameters: dict[int, codec.Named] = {}
+        self.parameter_names: dict[int, str] = {}
         #: Another object whenever a tensor has changed that lies in no list.
         self.outer = object()
         self.modules_with_extra_state: dict[str, nn.Module] = {}
@@ -180,7 +180,7 @@ class StateWalk:
             (number, path, id(tensor))
             for number, (table, key) in enumerate(self._lists)
             if type(value := table.get(key)) not in _PLAIN
-            for path, tensor in inside_of(value, "", self._parameter_names)
+            for path, tensor in inside_of(value, "", self.parameter_names)
         ]
 
     def _now_members(self) -> list[int]:
@@ -245,7 +245,7 @@ class StateWalk:
         self.parameters = {
             number: codec.Named(owner, name) for owner, names in self.names.items() for number, name in names.items()
         }
-        self._parameter_names = {number: of.parameter for number, of in self.parameters.items()}
+        self.parameter_names = {number: of.parameter for number, of in self.parameters.items()}
         self._inside = self._now_inside()
         self.modules_with_extra_state = dict(modules_with_extra_state(self._models))
 

@@ -32,6 +32,8 @@ class Held(Protocol):
     def device(self) -> torch.device: ...  # what state is copied from, beside host memory
     @property
     def parameters(self) -> Mapping[int, Named]: ...  # of optimizers, by ``id``
+    @property
+    def parameter_names(self) -> Mapping[int, str]: ...  # likewise
     def name_of(self, tensor: torch.Tensor) -> str | None: ...
     def in_storage(self, storage: int) -> Mapping[Region, str]: ...
     def is_inside(self, name: str) -> bool: ...
@@ -75,7 +77,6 @@ class Gathering:
 
     def __init__(self, held: Held, restless: Restless, *, looks: bool = True) -> None:
         self._held, self._restless, self._looks = held, restless, looks
-        self._names = {number: of.parameter for number, of in held.parameters.items()}
         self._given: dict[str, StateTensor] = {}
         self._places: dict[int, dict[Region, str]] = {}  # of ``given``, by storage
         self._spans = Spans()  # of all state
@@ -101,7 +102,7 @@ class Gathering:
         def rename(key: Any) -> Any:
             return self._key(key, name) if isinstance(key, torch.Tensor | int) else key
 
-        found = map_leaves(value, name, visit, self._names, rename=rename)
+        found = map_leaves(value, name, visit, self._held.parameter_names, rename=rename)
         if self._looks and not by_value:
             given = itertools.islice(self._given.items(), before, None)
             self._restless.look(name, [(source(path), one) for path, one in given])
