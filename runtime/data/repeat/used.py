@@ -95,6 +95,13 @@ class Comparison:
         used = used or Used()
         self._epoch, self._marks = used.epoch, [mark for mark in (used.first, used.last) if mark is not None]
         self._accepted = accepted
+        self._told = False  # that augmentation does not repeat
+        # Which parts tell one batch from another: those that differ between both, so not positions of tokens. None: it
+        # is one batch.
+        self._telling: set[int] | None = None
+        if len(self._marks) == 2 and self._marks[0].at != self._marks[1].at:
+            both = enumerate(zip(self._marks[0].what, self._marks[1].what, strict=False))
+            self._telling = {part for part, (one, two) in both if one != two}
 
     def batch(self, epoch: int, number: int, batch: Any) -> None:
         """This batch was fetched again.
@@ -111,16 +118,23 @@ class Comparison:
                 said = f"batch {number} of epoch {epoch}, fetched again, is another one than was used: "
                 if len(now) != len(mark.what):
                     self._differs(f"{said}it has {len(now)} tensors, arrays or texts, and had {len(mark.what)}")
-                elif any(named for part, named in enumerate(name_samples(batch)) if part not in other):
-                    self._marks = []
-                    logger.warning(
-                        "batch %d of epoch %d, fetched again, has the labels or names that it had, and %d of its %d "
-                        "tensors, arrays or texts differ: the loader's augmentation does not repeat", number, epoch,
-                        len(other), len(now),
-                    )  # fmt: skip
+                elif self._tells(batch).difference(other):
+                    told, self._told = self._told, True
+                    if not told:
+                        logger.warning(
+                            "batch %d of epoch %d, fetched again, has the labels or names that it had, and %d of its "
+                            "%d tensors, arrays or texts differ: the loader's augmentation does not repeat", number,
+                            epoch, len(other), len(now),
+                        )  # fmt: skip
                 else:
                     self._differs(f"{said}{len(other)} of its {len(now)} tensors, arrays or texts differ")
                 return
+
+    def _tells(self, batch: Any) -> set[int]:
+        """Which of its parts say which samples it has."""
+        if self._telling is not None:
+            return self._telling
+        return {part for part, named in enumerate(name_samples(batch)) if named}
 
     def skip(self, why: str) -> None:
         """Nothing of it comes again."""
@@ -212,10 +226,15 @@ def _plain(index: Any) -> Any:
 
 
 def digest(batch: Any) -> list[int]:
-    """Of each of a batch's parts: tensors, arrays, texts, rows of numbers; not what lies on devices."""
-    parts = _parts_of(batch)
-    most = MOST_BYTES // max(1, len(parts))
-    return [_hashed(part, most) for part in parts]
+    """Of each of a batch's parts: tensors, arrays, texts, rows of numbers; not what lies on devices. Of a batch that
+    cannot be looked into, nothing: training goes on with it."""
+    try:
+        parts = _parts_of(batch)
+        most = MOST_BYTES // max(1, len(parts))
+        return [_hashed(part, most) for part in parts]
+    except Exception as error:  # noqa: BLE001 - of containers that are not what they seem, and of odd tensors
+        logger.debug("nothing of a batch can be compared: %s", error)
+        return []
 
 
 def name_samples(batch: Any) -> list[bool]:
@@ -231,12 +250,15 @@ def _parts_of(batch: Any) -> list[torch.Tensor | memoryview]:
 def _parts(value: Any, depth: int) -> Iterator[torch.Tensor | memoryview]:
     kind = type(value)
     if issubclass(kind, torch.Tensor):
-        if value.is_cpu and value.layout is torch.strided and value.nbytes and kind.__torch_dispatch__ is _ITSELF:
+        plain = value.is_cpu and value.layout is torch.strided and not value.is_nested and not value.is_quantized
+        if plain and value.nbytes and kind.__torch_dispatch__ is _ITSELF:
             yield value
     elif issubclass(kind, np.ndarray):
         if value.size and value.dtype.kind in "biufc":
             yield _view(value if value.flags.c_contiguous else np.ascontiguousarray(_thinned(value)))
     elif issubclass(kind, str):
+        if len(value) > MOST_BYTES:
+            value = f"{value[: MOST_BYTES // 2]}{len(value)}{value[-MOST_BYTES // 2 :]}"
         yield memoryview(value.encode(errors="replace"))
     elif issubclass(kind, bytes | bytearray):
         yield memoryview(value)
@@ -269,7 +291,7 @@ def _view(array: np.ndarray[Any, Any]) -> memoryview:
 def _names_samples(part: torch.Tensor | memoryview) -> bool:
     if isinstance(part, torch.Tensor):
         some = part.detach().reshape(-1)[:MOST_INDICES]
-        return not (part.is_floating_point() or part.is_complex()) and bool((some != some[0]).any())
+        return not (part.is_floating_point() or part.is_complex()) and len(set(some.tolist())) > 1
     item, first = part.itemsize, bytes(part.cast("B")[: MOST_INDICES * part.itemsize])
     return part.format in _WHOLE and first != first[:item] * (len(first) // item)
 

@@ -65,6 +65,46 @@ def test_what_is_not_there_has_no_digest(batch: Any) -> None:
     assert digest(batch) == ([] if batch is not None else digest(None))
 
 
+class Broken(UserDict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        raise OSError("it is read when it is asked for")
+
+
+@pytest.mark.parametrize("batch", [Broken(x=1), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
+def test_a_batch_that_cannot_be_looked_into_ends_nothing(batch: Any) -> None:
+    assert digest(batch) == []
+
+
+def test_of_long_texts_both_ends_count() -> None:
+    text = "a" * (1 << 20)
+    assert digest([text]) == digest([text])
+    assert digest([text]) not in (digest([text + "a"]), digest(["b" + text[1:]]), digest([text[1:] + "b"]))
+
+
+def tokens(number: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.arange(number, number + 9), "position_ids": torch.arange(9)}
+
+
+def test_what_all_batches_have_names_no_samples() -> None:
+    state = [Mark(number, digest(tokens(number)), indices=False) for number in (0, 3)]
+    compared(*state).batch(3, 3, tokens(3))
+    with pytest.raises(MismatchError, match="1 of its 2 tensors, arrays or texts differ"):
+        compared(*state).batch(3, 0, tokens(7))
+
+
+def test_what_tells_batches_apart_excuses_what_does_not_repeat(caplog: pytest.LogCaptureFixture) -> None:
+    def batch(number: int, seconds: float) -> dict[str, Any]:
+        return {"x": torch.full((3,), float(number)), "seconds": seconds}
+
+    first, last = (Mark(number, digest(batch(number, 0.1)), indices=False) for number in (0, 3))
+    comparison = compared(first, last)
+    comparison.batch(3, 0, batch(0, 0.2))
+    comparison.batch(3, 3, batch(3, 0.3))
+    assert caplog.text.count("does not repeat") == 1
+    with pytest.raises(MismatchError, match="2 of its 2 tensors"):
+        comparison.batch(3, 3, batch(4, 0.3))
+
+
 def test_what_names_samples() -> None:
     batch = [torch.rand(4), torch.tensor([3, 4]), torch.tensor([3, 3]), torch.tensor([3]), "key", np.array([1, 0])]
     assert name_samples(batch) == [False, True, False, False, True, True]
