@@ -47,3 +47,21 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+def make_generator(state: Any) -> Any:
+    """A generator of the process's memory with this state; None: it is of another kind."""
+    generator: Any = None
+    if isinstance(state, tuple):
+        generator = random.Random()
+    elif isinstance(state, torch.Tensor):
+        generator = torch.Generator()
+        if state.shape != generator.get_state().shape:  # a device's
+            return None
+    elif (numpy := sys.modules.get("numpy")) is not None:
+        if (kind := getattr(numpy.random, state["bit_generator"], None)) is None:
+            return None
+        generator = (numpy.random.RandomState if "has_gauss" in state else numpy.random.Generator)(kind())
+    if generator is not None:
+        set_generator_state(generator, state)
+    return generator

@@ -49,6 +49,7 @@ from checkflow.runtime.data.worker_processes import WorkerShield, end_persistent
 logger = logging.getLogger("checkflow")
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # in ways that are not made here
 _OF_WORKERS = -2  # in the place of an index
+_SURE = 64  # boundaries after which a loop will not begin to report its steps; then states before the last are not kept
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
@@ -155,6 +156,7 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
         # Generators that samples draw from beside those that are seeded for each; with workers, these have copies.
         self._own = OwnState({"dataset": dataset, "collate_fn": collate_fn})
         self._own_at: dict[tuple[int, int], dict[str, Any]] = {}  # by epoch and position, where there are some
+        self._unmarked = 0  # boundaries in a row that no step() has reported: such a loop does not fetch ahead
         self.dropped = self.repeated = 0  # samples, at the end of the last epoch that came to its end
         self._used: int | None = 0  # batches of this epoch; None: to be found by its position
         self._feed = Feed()
@@ -340,6 +342,7 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
 
     def used(self, epoch: int, position: int, *, marked: bool) -> None:
         """What was handed out up to here has reached a step: no state before it will be asked for."""
+        self._unmarked = 0 if marked else self._unmarked + 1
         self._own_at = {place: own for place, own in self._own_at.items() if place >= (epoch, position)}
         if self._states is not None:
             self._states.used(epoch)
@@ -411,6 +414,7 @@ class _Rest(Iterator[Any]):
     def __init__(self, loader: DataLoader, batches: Iterator[Any], *, notified: bool) -> None:
         self._loader, self._feed, self._batches, self._notified = loader, loader._feed, batches, notified
         self._broken = False  # by an error
+        self._looked = False  # for generators of the data's
 
     def __del__(self) -> None:  # before torch's iterator, which would wait for each worker
         self._loader._end_workers_in_time()
@@ -435,8 +439,12 @@ class _Rest(Iterator[Any]):
         if type(batch) is Failure:
             batch.raise_it()
         loader._handed = step.end
-        if loader.listener is not None and not loader.num_workers and (own := loader._own.now()):
-            loader._own_at[loader._epoch, step.end] = own
+        if loader.listener is not None and not loader.num_workers:
+            if not self._looked:
+                loader._own.look()  # some make theirs with the first sample
+                self._looked = True
+            if loader._unmarked < _SURE and (own := loader._own.now()):
+                loader._own_at[loader._epoch, step.end] = own
         loader.mark = Mark(step.end - len(step.used), step.used, indices=True)
         if loader._used is not None:
             loader._used += 1

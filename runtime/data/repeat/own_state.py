@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from checkflow.core.errors import MismatchError
-from checkflow.core.generators import generator_state, is_generator, set_generator_state
+from checkflow.core.generators import generator_state, is_generator, make_generator, set_generator_state
 
 #: Objects that are looked at from the roots on, and entries of one container: beyond that lie the samples themselves.
 MOST_OBJECTS, MOST_ENTRIES = 4096, 64
@@ -31,7 +31,8 @@ class OwnState:
     """The generators and counts that are found in attributes, in containers of them, and so on.
 
     A count is a whole number that has grown by one with each epoch: whoever counts passes may give others by it. Other
-    numbers are left alone, since a new process need not have what they mean.
+    numbers are left alone, since a new process need not have what they mean; nor has it the threads and tasks that
+    objects of the standard library count.
 
     Args:
         roots: what decides, by names for paths such as "sampler.rng".
@@ -41,17 +42,26 @@ class OwnState:
     def __init__(self, roots: Mapping[str, Any], but: Iterable[object] = ()) -> None:
         self._roots = {name: root for name, root in roots.items() if root is not None}
         self._but = tuple(but)
-        self._counts = dict(self._numbers())  # before the first pass
-        self._found = self._generators()
+        parts = dict(self._walk())
+        self._counts = {path: holder[name] for holder, name, path in _numbers(parts)}  # before the first pass
+        self._found = _generators(parts)
+        # Where a generator may be made once it is needed.
+        self._later = {path for holder, name, path in _attributes_in(parts) if holder.get(name, ...) is None}
 
     def at(self, epoch: int) -> dict[str, Any]:
         """As this epoch is about to begin, for :meth:`put_back`; empty where there is nothing."""
-        self._found = self._generators()
+        parts = dict(self._walk())
+        self._found = _generators(parts)
         state = self.now()
         grown = {path: first + epoch for path, first in self._counts.items()} if epoch else {}
-        if counts := {path: number for path, number in self._numbers() if grown.get(path) == number}:
+        now = {path: holder[name] for holder, name, path in _numbers(parts)} if grown else {}
+        if counts := {path: number for path, number in now.items() if grown.get(path) == number}:
             state["counts"] = counts
         return state
+
+    def look(self) -> None:
+        """Find generators that were made, or replaced, since."""
+        self._found = _generators(dict(self._walk()))
 
     def now(self) -> dict[str, Any]:
         """The generators that were found last, as they are: in microseconds."""
@@ -66,11 +76,23 @@ class OwnState:
         Raises:
             MismatchError: there is no such generator here, and that is not ``accepted``.
         """
-        here = self._found = self._generators()
-        for path, saved in state.get("generators", {}).items():
-            if path in here and path.startswith(below):
+        parts = dict(self._walk())
+        here = self._found = _generators(parts)
+        generators = state.get("generators", {})
+        for path in [
+            path for path in here if path in self._later and path not in generators and path.startswith(below)
+        ]:
+            of, _, name = path.rpartition(".")  # made since: so it is made once more
+            _attributes(parts[of])[name] = None
+            del here[path]
+        for path, saved in generators.items():
+            if not path.startswith(below):
+                continue
+            if path in here:
                 set_generator_state(here[path], saved)
-            elif path not in here:
+            elif (made := _made(path, saved, parts)) is not None:
+                here[path] = made
+            else:
                 said = f"the checkpoint's loader has a random generator {path}, and this one has none there"
                 if not accepted:
                     raise MismatchError(
@@ -78,26 +100,41 @@ class OwnState:
                     )
                 logger.warning("%s: other samples follow, which accept= allows", said)
         if not below and "counts" in state:
-            for holder, name, path in list(self._holders()):
+            for holder, name, path in list(_numbers(parts)):
                 if path in state["counts"]:
                     holder[name] = state["counts"][path]
 
-    def _generators(self) -> dict[str, Any]:
-        return {path: value for path, value in self._walk() if is_generator(value)}
-
-    def _numbers(self) -> Iterator[tuple[str, int]]:
-        return ((path, holder[name]) for holder, name, path in self._holders())
-
-    def _holders(self) -> Iterator[tuple[dict[str, Any], str, str]]:
-        """Where a whole number lies: the attributes, its name there, and its path."""
-        for path, value in self._walk():
-            attributes = _attributes(value)
-            for name, entry in attributes.items():
-                if type(entry) is int:
-                    yield attributes, name, f"{path}.{name}"
-
     def _walk(self) -> Iterator[tuple[str, Any]]:
         return walk(self._roots, [*self._but, *_generators_of_the_process()])
+
+
+def _generators(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in parts.items() if is_generator(value)}
+
+
+def _attributes_in(parts: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """All attributes: where one lies, its name there, and its path."""
+    for path, value in parts.items():
+        attributes = _attributes(value)
+        yield from ((attributes, name, f"{path}.{name}") for name in list(attributes))
+
+
+def _numbers(parts: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Of these the whole numbers, but for what the standard library counts."""
+    library = sys.stdlib_module_names
+    own = {path: value for path, value in parts.items() if type(value).__module__.partition(".")[0] not in library}
+    return (one for one in _attributes_in(own) if type(one[0].get(one[1])) is int)
+
+
+def _made(path: str, saved: Any, parts: Mapping[str, Any]) -> Any:
+    """The generator that a loader makes only when it is used, made in its place; None: it has something else there."""
+    of, _, name = path.rpartition(".")
+    attributes = _attributes(parts.get(of))
+    if not hasattr(parts.get(of), "__dict__") or not name.isidentifier() or attributes.get(name) is not None:
+        return None
+    if (generator := make_generator(saved)) is not None:
+        attributes[name] = generator
+    return generator
 
 
 def walk(roots: Mapping[str, Any], but: Iterable[object] = ()) -> Iterator[tuple[str, Any]]:
@@ -124,13 +161,14 @@ def _inside(value: Any) -> Iterable[tuple[str, Any]]:
         return
     container: Any = next((one for one in (list, tuple, deque, dict) if issubclass(kind, one)), None)
     if container is not None and container.__len__(value) <= MOST_ENTRIES:
-        entries = dict.items(value) if container is dict else enumerate(container.__iter__(value))
+        # As a list at once: other threads may change it.
+        entries = list(dict.items(value)) if container is dict else enumerate(list(container.__iter__(value)))
         yield from ((f"[{key!r}]", inner) for key, inner in entries)
     elif kind is functools.partial:
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif kind is MethodType:
         yield ".__self__", value.__self__
-    yield from ((f".{name}", inner) for name, inner in _attributes(value).items())
+    yield from ((f".{name}", inner) for name, inner in list(_attributes(value).items()))
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -330,6 +330,36 @@ class Drawing(foreign.PlainMapData):
         return torch.tensor([float(index), self.rng.random()], dtype=torch.float64)
 
 
+class Lazy(Drawing):
+    """Makes it with the first sample."""
+
+    def __init__(self) -> None:
+        self.rng = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.rng = self.rng or np.random.default_rng(3)
+        return super().__getitem__(index)
+
+
+class LazyOrder(Own):
+    """Makes it with its first pass."""
+
+    def order(self) -> list[int]:
+        self.rng = self.rng or np.random.default_rng(5)
+        return super().order()
+
+
+class EachPass(IterableDataset[int]):
+    """Makes it with each pass."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng = random.Random(self.epoch)
+        yield from self.rng.sample(range(SIZE), SIZE)
+
+
 class Mixing:
     """The same as a ``collate_fn``."""
 
@@ -354,6 +384,11 @@ class DrawingStream(foreign.StatefulStream):
 DRAWING: dict[str, tuple[Callable[[], Any], int | None]] = {
     "data": (lambda: TorchDataLoader(Drawing(), BATCH, shuffle=True), None),  # type: ignore[arg-type]
     "data, ahead": (lambda: TorchDataLoader(Drawing(), BATCH, shuffle=True), 2),  # type: ignore[arg-type]
+    "data, made late": (lambda: TorchDataLoader(Lazy(), BATCH, shuffle=True), None),  # type: ignore[arg-type]
+    "data, made late, ahead": (lambda: TorchDataLoader(Lazy(), BATCH, shuffle=True), 2),  # type: ignore[arg-type]
+    "order, made late": (lambda: in_torch(LazyOrder(None)), None),
+    "order of torchdata's, made late": (lambda: in_torchdata(LazyOrder(None)), None),
+    "a stream, made in each pass": (lambda: TorchDataLoader(EachPass(), BATCH), None),
     "collate_fn": (lambda: TorchDataLoader(foreign.PlainMapData(), BATCH, collate_fn=Mixing().mix), None),  # type: ignore[arg-type]
     "data of torchdata's": (lambda: foreign.stateful_loader(Drawing(), 0, shuffle=True), None),
     "a stream": (lambda: foreign.iterable_loader(DrawingStream(), 0), None),
@@ -484,7 +519,7 @@ def test_a_state_behind_a_shuffle_buffer_is_replayed_from_the_epoch_s_begin() ->
 
 
 def test_a_generator_that_is_not_there_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    kinds: list[Callable[[], Any]] = [lambda: in_torch(Own(random.Random(2))), lambda: in_torch(Own(None))]
+    kinds: list[Callable[[], Any]] = [lambda: in_torch(Own(random.Random(2))), lambda: in_torch(Own(0))]
     state = checkflow.resumable(kinds[0]()).state_dict()
     other = checkflow.resumable(kinds[1]())
     with pytest.raises(MismatchError, match=r"has a random generator sampler.rng, and this one has none there"):

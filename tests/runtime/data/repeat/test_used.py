@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import UserDict
+import threading
+from collections import UserDict, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 import torch
 
 from checkflow.core.errors import MismatchError
-from checkflow.runtime.data.repeat.own_state import OwnState
+from checkflow.runtime.data.repeat.own_state import OwnState, walk
 from checkflow.runtime.data.repeat.used import MOST_INDICES, MOST_PARTS, Comparison, Mark, Used, digest, name_samples
 from checkflow.runtime.format import codec
 
@@ -200,3 +203,77 @@ def test_what_grows_with_each_epoch_is_a_count() -> None:
     other = Holder(None)
     OwnState({"loader": other}).put_back(own.at(2))
     assert (other.passes, other.opened, other.size) == (2, 0, 0)
+
+
+class Lazy:
+    """Makes its generator when it is first needed; ``anew``: in each pass."""
+
+    def __init__(self, kind: Any, *, anew: bool) -> None:
+        self.kind, self.anew = kind, anew
+        if not anew:
+            self.rng = None
+
+    def draw(self) -> list[Any]:
+        if self.anew or self.rng is None:
+            self.rng = self.kind()
+        draw = getattr(self.rng, "random", None) or (lambda: torch.rand((), generator=self.rng).item())
+        return [draw() for _ in range(3)]
+
+
+KINDS = [
+    lambda: np.random.default_rng(1),
+    lambda: np.random.Generator(np.random.Philox(1)),
+    lambda: np.random.RandomState(1),
+    lambda: random.Random(1),
+    lambda: torch.Generator().manual_seed(1),
+]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_generators_that_are_made_when_they_are_needed(kind: Any, anew: bool) -> None:
+    one, other = Lazy(kind, anew=anew), Lazy(kind, anew=anew)
+    own, own_of_other = OwnState({"sampler": one}), OwnState({"sampler": other})
+    begin, first = own.at(0), one.draw()
+    own.put_back(begin)
+    assert one.draw() == first
+    state = codec.decode(codec.encode(own.at(1)))
+    expected = one.draw()
+    own_of_other.put_back(state)
+    assert other.draw() == expected
+
+
+def test_a_generator_of_a_kind_that_cannot_be_made_is_named() -> None:
+    state = {"generators": {"sampler.rng": {"bit_generator": "Unknown"}}}
+    with pytest.raises(MismatchError, match=r"sampler\.rng, and this one has none there"):
+        OwnState({"sampler": Lazy(None, anew=False)}).put_back(state)
+
+
+def test_what_the_standard_library_counts_is_no_count_of_passes() -> None:
+    holder = Holder(None)
+    holder.pool = ThreadPoolExecutor(1)  # type: ignore[attr-defined]
+    own = OwnState({"loader": holder})
+    holder.pool._idle_semaphore.release()  # type: ignore[attr-defined]
+    assert own.at(1) == {}
+
+
+def test_what_other_threads_change_can_be_looked_through() -> None:
+    """Two threads would meet there rarely."""
+
+    class Meanwhile(deque[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("the container's own way is not asked")
+
+    holder, queue = Holder(None), Meanwhile([object()])
+
+    class Changing(dict[str, Any]):
+        pass
+
+    holder.queue, holder.lock = queue, threading.Lock()  # type: ignore[attr-defined]
+    holder.parts = (Changing(a=1),)  # type: ignore[assignment]
+    paths = []
+    for path, _ in walk({"loader": holder}):
+        paths.append(path)
+        queue.append(object())
+        holder.__dict__[f"more{len(paths)}"] = 1
+    assert "loader.queue[0]" in paths
