@@ -10,11 +10,12 @@ import itertools
 import logging
 from collections.abc import Iterator
 
+import torch
 import xxhash
 
 from checkflow.core.boxes import Box, whole
 from checkflow.core.errors import MismatchError
-from checkflow.core.state import optimizer_parameters
+from checkflow.core.state import is_beside, optimizer_parameters
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import owner_of
@@ -22,11 +23,13 @@ from checkflow.runtime.job.job import Job
 from checkflow.runtime.ranks.records import name_ranks
 from checkflow.runtime.state import stages
 from checkflow.runtime.state.collect import fits
+from checkflow.runtime.state.gathering import stored_in
 from checkflow.runtime.store.reader import Checkpoint
 
 logger = logging.getLogger("checkflow")
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # of batch norm: each rank's are as good
+_GENERATORS = (tuple(torch.Generator().get_state().shape), (16,))  # of the states of torch's, in memory and on devices
 _CHUNK_BYTES = 1 << 26
 
 
@@ -45,7 +48,7 @@ def refuse_loss(checkpoint: Checkpoint, job: Job, ranks: int, *, accepted: bool)
     if saved == ranks:
         return
     stages.refuse_shared_names(checkpoint.manifest, job.models, ranks)
-    found = itertools.chain(_of_loader(checkpoint, job), _of_tensors(checkpoint, job))
+    found = itertools.chain(_of_loader(checkpoint, job), _of_tensors(checkpoint, job), _of_objects(checkpoint))
     first = next(found, None)
     if first is None:
         return
@@ -74,8 +77,31 @@ def _of_loader(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
         )
 
 
+def _of_objects(checkpoint: Checkpoint) -> Iterator[str]:
+    """The first tensor under ``state=`` that rank 0 has not. Other values that differ there are only logged: they may
+    be times, or the rank's number."""
+    first = codec.decode(checkpoint.extra_bytes).get("job", {}).get("objects", {})
+    held, own = stored_in(first).keys(), dict[str, int]()
+    for rank in range(1, checkpoint.manifest.world_size):
+        if (data := checkpoint.rank_extra_bytes(rank)) is None:
+            continue
+        objects = codec.decode(data).get("job", {}).get("objects", {})
+        if alone := sorted(stored_in(objects).keys() - held):
+            yield f"rank {rank} has {alone[0]}, and rank 0 has not"
+            return
+        for name, state in objects.items():
+            if name not in first or codec.encode(state) != codec.encode(first[name]):
+                own.setdefault(name, rank)
+    for name, rank in own.items():
+        logger.warning(
+            "state[%r] of rank %d has other values than that of rank 0: each rank keeps its own, a new rank takes "
+            "those of rank 0, and those of ranks that are no more are dropped", name, rank,
+        )  # fmt: skip
+
+
 def _of_tensors(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
-    """The first tensor of which ranks have values of their own. Statistics of batch norm are only logged."""
+    """The first tensor of which ranks have values of their own. Statistics of batch norm are only logged, and states of
+    torch's generators."""
     copies: dict[str, list[str]] = {}
     for name in checkpoint.manifest.tensors:
         rank, plain = owner_of(name)
@@ -83,7 +109,10 @@ def _of_tensors(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
             copies.setdefault(plain, []).append(name)
     shapes = _shapes_of_parameters(job)
     statistics = {name for name in copies if name.rpartition(".")[2] in _STATISTICS}
-    others = sorted(copies.keys() - statistics, key=lambda name: (name.partition("/")[0] in job.optimizers, name))
+    generators = {name for name in copies if _is_generator(checkpoint, name)}
+    others = sorted(
+        copies.keys() - statistics - generators, key=lambda name: (name.partition("/")[0] in job.optimizers, name)
+    )
     for name in others:
         if odd := _unlike(checkpoint, name, copies[name]):
             yield f"{name} of rank {owner_of(odd)[0]} has other values than that of a rank before it"
@@ -98,6 +127,16 @@ def _of_tensors(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
             "ranks have batch-norm statistics of their own, since nothing broadcasts them: of %s%s each rank keeps "
             "its own, and a new rank takes those of rank 0", unlike[0], more,
         )  # fmt: skip
+
+    for name in [name for name in sorted(generators) if _unlike(checkpoint, name, copies[name])]:
+        logger.info("ranks have random generators of their own in %s: each rank keeps its own, and a new rank takes "
+                    "that of rank 0", name)  # fmt: skip
+
+
+def _is_generator(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor under ``state=`` is the state of one."""
+    entry = checkpoint.manifest.tensors[name]
+    return is_beside(name) and entry.dtype == "uint8" and tuple(entry.shape) in _GENERATORS
 
 
 def _shapes_of_parameters(job: Job) -> dict[str, tuple[int, ...]]:

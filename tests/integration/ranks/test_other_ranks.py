@@ -48,6 +48,19 @@ class Own:
         self._at = state["at"]
 
 
+class Kept:
+    """An object under ``state=``."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
 class Slices(torch.optim.Optimizer):
     """Each rank has a part of each momentum, as ZeRO has it."""
 
@@ -98,6 +111,11 @@ def sliced() -> Made:
     return model, Slices(model.parameters()), None
 
 
+def with_state(make: Callable[[int], Any]) -> Made:
+    model = DistributedDataParallel(plain())
+    return model, momentum(model), {"kept": make(dist.get_rank())}  # in the place of a loader
+
+
 # What is refused, with the words for it; each rank's values differ where "local" is in the name.
 REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
     "a generator": (lambda: alike(lambda: checkflow.resumable(deal)), "the loader (deal) deals to the ranks by itself"),
@@ -109,6 +127,14 @@ REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
     "local values": (by_hand, "model/bias of rank 1 has other values than that of a rank before it"),
     "local moments": (by_hand, "optimizer/bias.momentum_buffer of rank 1 has other values"),
     "slices": (sliced, "optimizer/bias.momentum has the shape [3] on each rank, as a part of its parameter of [6]"),
+    "an object's tensors": (
+        lambda: with_state(lambda rank: Kept({"x": torch.full((3,), float(rank))})),
+        "job-state/kept.x of rank 1 has other values than that of a rank before it",
+    ),
+    "a tensor that rank 0 has not": (
+        lambda: with_state(lambda rank: Kept({"x": [torch.ones(2)] * (1 + rank)} if rank else {"x": []})),
+        "rank 1 has job-state/kept.x.0, and rank 0 has not",
+    ),
 }
 EXACT: dict[str, tuple[Callable[[], Made], str]] = {
     "dealt": (lambda: alike(lambda: checkflow.DataLoader(data(), batch_size=2, shuffle=True, seed=1)), ""),
@@ -118,12 +144,21 @@ EXACT: dict[str, tuple[Callable[[], Made], str]] = {
     ),
     "the same by hand": (by_hand, ""),
     "statistics local": (statistics, "ranks have batch-norm statistics of their own"),
+    "an object's numbers": (
+        lambda: with_state(lambda rank: Kept({"rank": rank})),
+        "state['kept'] of rank 1 has other values than that of rank 0: each rank keeps its own",
+    ),
+    "a generator in an object": (
+        lambda: with_state(lambda rank: checkflow.Variables(g=torch.Generator().manual_seed(rank))),
+        "ranks have random generators of their own in job-state/kept.g",
+    ),
     "a whole epoch": (lambda: alike(lambda: checkflow.resumable(deal)), ""),
 }
 
 
 def train(checkpointer: checkflow.Checkpointer, made: Made, what: str) -> None:
     model, optimizer, loader = made
+    loader = None if isinstance(loader, dict) else loader
     for epoch in checkpointer.epochs(1) if loader is not None else (None,):
         for step, _ in enumerate(checkpointer.loader if loader is not None else checkpointer.steps(USED)):
             scale = 1.0 + dist.get_rank() if "local" in what else 1.0
@@ -154,7 +189,11 @@ def run(rank: int, world_size: int, folder: Path, accept: tuple[str, ...], *, tr
         made = make()
         before = [parameter.detach().clone() for parameter in made[0].parameters()]
         try:
-            checkpointer = checkflow.Checkpointer(*made, directory=folder / str(number), every=1, accept=accept)
+            state = made[2] if isinstance(made[2], dict) else None
+            parts = made if state is None else made[:2]
+            checkpointer = checkflow.Checkpointer(
+                *parts, state=state, directory=folder / str(number), every=1, accept=accept
+            )
         except CheckflowError as error:
             assert all(map(torch.equal, before, made[0].parameters()))
             found[what] = f"{type(error).__name__}: {error}"
@@ -188,6 +227,7 @@ def test_other_ranks_are_refused_where_something_would_be_lost(tmp_path: Path) -
                 assert f": 2 ranks saved it, and {ranks} would go on: {words}" in found[what]
                 assert 'start with 2 as before, or accept that loss with Checkpointer(accept=("ranks",))' in found[what]
             for what, (_, words) in EXACT.items():
+                assert len(found[what]) == 2, found[what]
                 step, said = found[what]
                 assert step, what
                 assert said.count(words) == 1 if words and not rank else "batch-norm" not in said
