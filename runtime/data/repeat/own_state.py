@@ -53,8 +53,10 @@ class OwnState:
         parts = dict(self._walk())
         self._found = _generators(parts)
         state = self.now()
-        grown = {path: first + epoch for path, first in self._counts.items()} if epoch else {}
-        now = {path: holder[name] for holder, name, path in _numbers(parts)} if grown else {}
+        # What is 1 in epoch 1 may say that something was opened in epoch 0: a new process has not.
+        opened = self._opened(parts) if epoch == 1 else ()
+        grown = {path: first + epoch for path, first in self._counts.items() if _holder(path) not in opened}
+        now = {path: holder[name] for holder, name, path in _numbers(parts)} if epoch else {}
         if counts := {path: number for path, number in now.items() if grown.get(path) == number}:
             state["counts"] = counts
         return state
@@ -104,12 +106,21 @@ class OwnState:
                 if path in state["counts"]:
                     holder[name] = state["counts"][path]
 
+    def _opened(self, parts: Mapping[str, Any]) -> set[str]:
+        """What has got something else than a generator where nothing was."""
+        entries = ((path, holder.get(name)) for holder, name, path in _attributes_in(parts) if path in self._later)
+        return {_holder(path) for path, entry in entries if entry is not None and not is_generator(entry)}
+
     def _walk(self) -> Iterator[tuple[str, Any]]:
         return walk(self._roots, [*self._but, *_generators_of_the_process()])
 
 
 def _generators(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in parts.items() if is_generator(value)}
+
+
+def _holder(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def _attributes_in(parts: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:

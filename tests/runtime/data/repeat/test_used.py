@@ -257,6 +257,16 @@ def test_what_the_standard_library_counts_is_no_count_of_passes() -> None:
     assert own.at(1) == {}
 
 
+def test_a_number_that_says_what_was_opened_is_no_count() -> None:
+    holder = Holder(None)
+    holder.file = None  # type: ignore[attr-defined]
+    own = OwnState({"loader": holder})
+    holder.opened, holder.file = 1, object()  # type: ignore[attr-defined]
+    assert own.at(1) == {}
+    holder.passes = 2
+    assert own.at(2) == {"counts": {"loader.passes": 2}}
+
+
 def test_what_other_threads_change_can_be_looked_through() -> None:
     """Two threads would meet there rarely."""
 
