@@ -174,6 +174,17 @@ def test_trainer_trains_as_without_checkflow_and_so_does_the_rest_after_a_cut(na
     assert same_weights(again, plain)
 
 
+@pytest.mark.parametrize("name", ["shuffled", "torch's sampler", "a seed of the data", "a sampler with a generator"])
+def test_a_cut_in_a_later_epoch_goes_on(name: str, tmp_path: Path) -> None:
+    """Accelerate's sampler makes its generator in the first epoch, so a new process has none yet."""
+    plain = trained(tmp_path, CASES[name], None)
+    trained(tmp_path, CASES[name], tmp_path / "cut", stop=9)  # of six steps an epoch
+    again = trained(tmp_path, CASES[name], tmp_path / "cut", seed=99)
+    assert 0 < len(again.used) <= 4
+    assert again.used == plain.used[-len(again.used) :]
+    assert same_weights(again, plain)
+
+
 def test_counters_of_a_subclass_go_on_as_the_page_shows(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/integrations.md").read_text()
     found = re.search(r'```python title="counters"\n(.*?)```', page, re.DOTALL)
