@@ -73,8 +73,11 @@ def peek(directory: str | os.PathLike[str], *, step: int | None = None, trust: s
         MismatchError: it has a format that this version does not know.
         StorageError: it cannot be read, another user may have written it, there is none of this step, or ``directory``
             is a checkpoint itself.
+        ValueError: ``step`` is no step.
     """
     refuse_url(directory)
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"step must be a number of iterations, not {step!r}")
     root = Path(directory)
     if not os.path.exists(root):
         return None

@@ -159,6 +159,9 @@ def test_nothing_is_there_yet(tmp_path: Path) -> None:
         checkflow.peek(tmp_path / "file")
     with pytest.raises(StorageError, match="holds no checkpoint of step 3: checkflow ls"):
         checkflow.peek(tmp_path, step=3)
+    for odd in ("3", 3.0, True, -1):
+        with pytest.raises(ValueError, match="step must be a number of iterations, not"):
+            checkflow.peek(tmp_path, step=odd)  # type: ignore[arg-type]
     train(tmp_path / "job", 1)
     with pytest.raises(StorageError, match="is a checkpoint: pass the directory that holds it, and its step as step="):
         checkflow.peek(find(tmp_path / "job")[0])
