@@ -180,7 +180,8 @@ class ForeignLoader(ResumableLoader):
             "way": self.way,
             "loader": type(self.loader).__name__,
             "workers": workers_of(self.loader),
-            "size": _length(self.loader if data is None else data),
+            # Where nothing tells how many samples there are, the number of batches does, unless it follows from a size.
+            "size": _length(data) if data is not None else None if _batch_size(self.loader) else _length(self.loader),
         }
 
     def _has_another_length(self, state: Mapping[str, Any]) -> bool:
@@ -317,6 +318,11 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
         if isinstance(generator, torch.Generator) and not any(generator is other for other in found):
             found.append(generator)
     return found
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _length(loader: Any) -> int | None:
