@@ -20,8 +20,8 @@ def find_objects(kinds: Iterable[type]) -> list[Any]:
     wanted, interval = frozenset(kinds), sys.getswitchinterval()
     sys.setswitchinterval(_LONG_SECONDS)
     try:
-        asked_until = time.monotonic() + 2 * interval
-        while time.monotonic() < asked_until:  # threads that wait by the old interval ask for their turn here
+        asked_until = time.monotonic() + 20 * interval
+        while time.monotonic() < asked_until:  # threads that wait by the old interval ask here, late on a busy machine
             pass
         return [one for one in gc.get_objects() if type(one) in wanted]
     finally:

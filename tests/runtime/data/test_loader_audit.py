@@ -472,7 +472,8 @@ class Stuck(Images):
 
 
 @pytest.mark.slow
-def test_a_worker_that_takes_too_long_is_no_end_of_an_epoch() -> None:
+def test_a_worker_that_takes_too_long_is_no_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "accelerate.state", raising=False)  # other tests may have imported it
     batches = iter(DataLoader(Stuck(), 2, seed=1, num_workers=1, timeout=PATIENCE_SECONDS))
     assert len([next(batches), next(batches)]) == 2
     batches._rest._batches._timeout = 0.5  # the first ones took as long as it takes to start a worker
