@@ -214,8 +214,7 @@ class Staged(AtBoundaries):
         self._wait_for_writer()
         if self._walk.current() is not self._state:
             raise RuntimeError("a state tensor was replaced, which these baselines do not follow")
-        job = capture_extra(self._walk, self._step.optimizers, {})
-        extra = codec.encode({"iteration": number, "job": job})
+        extra = codec.encode({"iteration": number, **capture_extra(self._walk, self._step.optimizers, {})})
         capture = Capture(
             number, self._buffer, self._layout, extra, {}, self._state.ties, (), None, {}, "", by_plan=False
         )

@@ -18,7 +18,7 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import UnsupportedError
 from checkflow.core.plan import Plan
 from checkflow.core.planner_api import Planner
-from checkflow.core.state import STATE, closures_repeat, collect_state, refuse_hidden_state
+from checkflow.core.state import LOADER, STATE, closures_repeat, collect_state, refuse_hidden_state
 from checkflow.runtime import resources
 from checkflow.runtime.arguments import Arguments, refuse_objects
 from checkflow.runtime.job import compatibility, hyperparameters
@@ -91,8 +91,8 @@ def check_job(job: Job, given: Plan | None, *, of_a_rank: bool = False) -> torch
     """Refuse a job that cannot be checkpointed, or not by this plan; returns the device of its state."""
     device = compatibility.copied_device(job.models, job.optimizers, of_a_rank=of_a_rank)
     refuse_hidden_state(job.optimizers)
-    if STATE in (*job.models, *job.optimizers):
-        raise UnsupportedError(f"no model or optimizer can be called {STATE}, as files of other state are")
+    for name in {STATE, LOADER}.intersection((*job.models, *job.optimizers)):
+        raise UnsupportedError(f"no model or optimizer can be called {name}, as files of other state are")
     refuse_unsaved(job.walk, job.optimizers)
     warn_of_models(job.models, job.walk.latest)
     refuse_objects(job.objects, job.walk.gather(looks=False).take)

@@ -34,6 +34,8 @@ from checkflow.core.graph import StateKind
 DEFAULT_MODEL, DEFAULT_OPTIMIZER = "model", "optimizer"
 #: Owner of tensors that are neither a model's nor in an optimizer's ``state``: ``job-state/<object>.<place>``.
 STATE = "job-state"
+#: Owner of a loader's tensors: ``loader-state/<place>``. A start reads them before all others.
+LOADER = "loader-state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class TrainingState:
 
 def is_beside(name: str) -> bool:
     """Whether a state tensor is neither a model's nor in an optimizer's ``state``, by its name."""
-    return name.startswith(f"{STATE}/")
+    return name.startswith((f"{STATE}/", f"{LOADER}/"))
 
 
 def as_models(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -305,11 +305,12 @@ class BoundaryActions:
     def _extra(self) -> Callable[[], bytes]:
         """What lies beside the state, as it is now."""
         self._execution.capturer.join()
-        job = capture_extra(self._job.walk, self._job.optimizers, self._job.objects)
-        known = {"iteration": self.iteration, **self._progress.capture(), "job": job}
+        known = {"iteration": self.iteration} | capture_extra(
+            self._job.walk, self._job.optimizers, self._job.objects, self._progress.capture
+        )
         generators = known.pop("generators")  # copies: they wait for the writer
         # Now, since the rest may share memory with what training goes on to write.
-        newer = any("own" in one for one in job["optimizers"].values())
+        newer = any("own" in one for one in known["job"]["optimizers"].values())
         encoded = codec.encode(known, marks=newer or None)
 
         def extra() -> bytes:

@@ -15,7 +15,7 @@ import xxhash
 
 from checkflow.core.boxes import Box, whole
 from checkflow.core.errors import MismatchError
-from checkflow.core.state import is_beside, optimizer_parameters
+from checkflow.core.state import LOADER, is_beside, optimizer_parameters
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import owner_of
@@ -105,7 +105,7 @@ def _of_tensors(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
     copies: dict[str, list[str]] = {}
     for name in checkpoint.manifest.tensors:
         rank, plain = owner_of(name)
-        if rank is not None:
+        if rank is not None and not plain.startswith(f"{LOADER}/"):  # of which its place says more
             copies.setdefault(plain, []).append(name)
     shapes = _shapes_of_parameters(job)
     statistics = {name for name in copies if name.rpartition(".")[2] in _STATISTICS}

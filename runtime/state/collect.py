@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from checkflow.core.errors import MismatchError
 from checkflow.core.state import (
+    LOADER,
     STATE,
     Region,
     StateTensor,
@@ -36,7 +37,7 @@ from checkflow.core.state import (
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import TensorEntry
 from checkflow.runtime.state import own_keys
-from checkflow.runtime.state.gathering import Gathering, Restless, make_tensor, put_back
+from checkflow.runtime.state.gathering import EARLY_BYTES, Gathering, Restless, make_tensor, put_back
 from checkflow.runtime.state.objects import describe
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
@@ -356,9 +357,17 @@ def restore_generators(states: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(state, index)
 
 
-def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str, Stateful]) -> dict[str, Any]:
+def capture_extra(
+    walk: StateWalk,
+    optimizers: Optimizers,
+    objects: Mapping[str, Stateful],
+    capture_loop: Callable[[], Mapping[str, Any]] = dict,
+) -> dict[str, Any]:
     """Extra state at this instant, right after ``current``: encode it before training continues, as it may share
     memory. Its tensors are in ``walk.captured`` from now on.
+
+    Args:
+        capture_loop: gives the place in the loop, and under "loader" the loader's state.
     """
     if full := own_keys.state_dicts(optimizers):
         walk.current()  # they, or torch's hooks, may have changed it
@@ -379,8 +388,12 @@ def capture_extra(walk: StateWalk, optimizers: Optimizers, objects: Mapping[str,
     for name, one in full.items():
         if (own := own_keys.take_own(name, optimizers[name], one, take)) is not None:
             job["optimizers"][name]["own"] = own
+    loop = capture_loop()
+    if loader := loop.get("loader"):
+        entries = {key: take(value, f"{LOADER}/{key}", least_bytes=EARLY_BYTES) for key, value in loader.items()}
+        loop = {**loop, "loader": entries}
     walk.gathered(gathering)
-    return job
+    return {**loop, "job": job}
 
 
 def refuse_unsaved(walk: StateWalk, optimizers: Optimizers) -> None:
@@ -499,12 +512,14 @@ def modules_with_extra_state(models: Models) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _capture_optimizer(
-    owner: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], take: Callable[[Any, str], Any]
+    owner: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], take: Callable[..., Any]
 ) -> dict[str, Any]:
     """Its class, its groups with parameters by name, and state of parameters that is not tensors."""
-    groups = [
-        {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
-    ]
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        options = take(options, f"{STATE}/{owner}.param_groups.{number}", least_bytes=EARLY_BYTES)
+        groups.append({**options, "params": [names[id(parameter)] for parameter in group["params"]]})
     values: dict[str, dict[Any, Any]] = {}
     others: dict[Any, Any] = {}
     for parameter, table in optimizer.state.items():

@@ -23,6 +23,8 @@ from checkflow.runtime.format.manifest import TensorEntry
 
 _Form = tuple[tuple[str, torch.dtype, torch.Size, tuple[int, ...]], ...]
 _MOST_CHANGES = 3
+#: Smaller tensors of parameter groups and of a loader stay in ``state.msgpack``: a start needs them before all state.
+EARLY_BYTES = 1 << 16
 
 
 class Held(Protocol):
@@ -86,8 +88,11 @@ class Gathering:
         """The tensors that nothing else holds."""
         return tuple(self._given.values())
 
-    def take(self, value: Any, name: str) -> Any:
+    def take(self, value: Any, name: str, *, least_bytes: int = 0) -> Any:
         """Return a structure with a :class:`Stored` for each tensor that can be a state tensor, named after its place.
+
+        Args:
+            least_bytes: smaller tensors stay.
 
         Raises UnsupportedError for a dictionary by tensors that are no parameters, or by the ``id`` of parameters.
         """
@@ -97,6 +102,8 @@ class Gathering:
             return f"{name}.{path[len(name) + 1 :].partition('.')[0]}" if has_entries else name
 
         def visit(path: str, tensor: torch.Tensor) -> Any:
+            if tensor.nbytes < least_bytes:
+                return tensor
             return self._stored(path, tensor, by_value=by_value or source(path) in self._restless)
 
         def rename(key: Any) -> Any:

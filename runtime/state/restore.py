@@ -261,7 +261,8 @@ def restore(
     with no_collection():
         state, live, boxes = _look(models, optimizers, view)
     held = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
-    alone = stored_in(extra["job"])
+    of_loader = stored_in(extra.get("loader"))
+    alone = stored_in(extra["job"]) | of_loader
     if lacking := sorted(alone.keys() - held.keys()):
         raise CorruptCheckpointError(f"{checkpoint.path} lacks the tensor {lacking[0]}, which its extra state names")
     named = {name: source for name, source in held.items() if name not in alone and not is_beside(name)}
@@ -289,6 +290,14 @@ def restore(
         if (owner := name.partition("/")[0]) in optimizers:
             shape = tuple(checkpoint.manifest.tensors[named[name]].shape)
             refuse_unfit_state(name, optimizers[owner], parameters[owner], shape)
+    device = training_device(models)
+    beside = {
+        name: make_tensor(checkpoint.manifest.tensors[held[name]], device if one.apart else torch.device("cpu"))
+        for name, one in alone.items()
+    }
+    if of_loader:  # whose state is needed before any of the job's is changed
+        fill_all(checkpoint, [(held[name], beside[name], None) for name in of_loader])
+        extra = {**extra, "loader": with_tensors(extra["loader"], models, optimizers, beside)}
     place(extra)
     begin()
     if makers := _makers(named, live, parameters):
@@ -316,14 +325,9 @@ def restore(
     if view is not None:  # what was made lies in parts, too
         state, live, boxes = _look(models, optimizers, view)
         compare(live, boxes, state.ties)
-    device = training_device(models)
-    beside = {
-        name: make_tensor(checkpoint.manifest.tensors[held[name]], device if one.apart else torch.device("cpu"))
-        for name, one in alone.items()
-    }
     targets = [
         *((sources[name], tensor, boxes.get(name)) for name, tensor in live.items()),
-        *((held[name], tensor, None) for name, tensor in beside.items()),
+        *((held[name], tensor, None) for name, tensor in beside.items() if name not in of_loader),
     ]
     with no_collection():
         fill_all(checkpoint, targets)

@@ -126,7 +126,7 @@ def test_it_says_which_what_and_what_to_do(
 def captured(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
     walk = StateWalk({"model": model}, {"optimizer": optimizer})
     walk.current()
-    return capture_extra(walk, {"optimizer": optimizer}, {})
+    return capture_extra(walk, {"optimizer": optimizer}, {})["job"]
 
 
 @pytest.mark.parametrize(("first", "then"), [(adam, sgd), (sgd, adam), (adamw, sgd), (sgd, adamw)])

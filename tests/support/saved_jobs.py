@@ -34,7 +34,7 @@ def save(job: Job, directory: Path, step: int = 1) -> Path:
     """Commit the job as it is now."""
     job.walk.current()
     saved = capture_extra(job.walk, job.optimizers, job.objects)
-    encoded = codec.encode({"job": saved, "iteration": step, "epoch": 0, "generators": None}, marks=None)
+    encoded = codec.encode({**saved, "iteration": step, "epoch": 0, "generators": None}, marks=None)
     parts = whole_state(job.walk.captured)
     layout = make_layout(parts.records)
     staging = scratch(layout.buffer_bytes)

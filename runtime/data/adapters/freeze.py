@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkflow.core.state import memory_order
+
 
 class _Pickler(pickle.Pickler):
     """torch would write a file for each tensor."""
@@ -22,12 +24,17 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.is_quantized or value.is_conj() or value.is_neg():
             return NotImplemented
-        array = value.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
-        return _tensor, (array, value.dtype, tuple(value.shape))
+        order = memory_order(value) or range(value.dim())
+        in_order = value.detach().permute(tuple(order))
+        array = in_order.reshape(-1).contiguous().view(torch.uint8).numpy()
+        return _tensor, (array, value.dtype, tuple(in_order.shape), tuple(order))
 
 
-def _tensor(array: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(array).view(dtype).reshape(shape)
+def _tensor(
+    array: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...]
+) -> torch.Tensor:
+    found = torch.from_numpy(array).view(dtype).reshape(shape)
+    return found.permute([order.index(d) for d in range(len(order))])
 
 
 def freeze(state: Any) -> bytes:

@@ -175,7 +175,8 @@ def classless(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Have checkpoints name no class of a scheduler, as earlier code wrote them."""
 
     def without(*arguments: Any) -> dict[str, Any]:
-        return {key: value for key, value in capture_extra(*arguments).items() if key != "schedulers"}
+        found = capture_extra(*arguments)
+        return {**found, "job": {key: value for key, value in found["job"].items() if key != "schedulers"}}
 
     return lambda on: monkeypatch.setattr(boundary_actions, "capture_extra", without if on else capture_extra)
 

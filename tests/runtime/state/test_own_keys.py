@@ -385,7 +385,7 @@ def test_a_state_dict_may_put_state_in_another_form(tmp_path: Path) -> None:
     assert own is not None
     assert own["keys"].keys() == {"turn", "average", "state"}
     job.walk.current()
-    assert "own" in capture_extra(job.walk, job.optimizers, {})["optimizers"]["optimizer"]
+    assert "own" in capture_extra(job.walk, job.optimizers, {})["job"]["optimizers"]["optimizer"]
     assert (save(job, tmp_path) / EXTRA).stat().st_size < 2000
 
 

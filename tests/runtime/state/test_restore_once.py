@@ -72,7 +72,7 @@ class Job:
         for one in state:
             begin = layout.tensors[one.name].staging_offset
             staging[begin : begin + one.tensor.nbytes] = ctypes.string_at(one.tensor.data_ptr(), one.tensor.nbytes)
-        extra = {"job": capture_extra(walk, optimizers, objects), "iteration": step}
+        extra = {**capture_extra(walk, optimizers, objects), "iteration": step}
         extra |= {"imported": True} if imported else {}
         store.commit(step, layout, staging, codec.encode(extra), {})
 

@@ -270,7 +270,7 @@ def test_what_an_optimizer_keeps_for_all_parameters_returns_where_it_lay() -> No
     optimizer.state[model[0].weight]["sum"] = torch.zeros(2, 2)  # tensors alone: nothing lies beside the state
     walk = StateWalk({"model": model}, {"optimizer": optimizer})
     walk.current()
-    extra = capture_extra(walk, {"optimizer": optimizer}, {})
+    extra = capture_extra(walk, {"optimizer": optimizer}, {})["job"]
     saved = extra["optimizers"]["optimizer"]
     assert saved["values"].keys() == {"1.bias"}
     saved["others"] = {"all": {"sum": torch.ones(3), "seen": [torch.arange(2), 5]}}

@@ -85,7 +85,7 @@ def save_job(model: nn.Module, optimizer: torch.optim.Optimizer | None, view: Ra
         at, record = layout.tensors[key].staging_offset, layout.tensors[key].record
         first = first_element(held[source.tensor], source.box) * record.element_bytes
         staging[at : at + record.size_bytes] = memory(items[source.tensor])[first : first + record.size_bytes]
-    extra = codec.encode({"job": capture_extra(walk, optimizers, {}), "iteration": 2, "epoch": 0})
+    extra = codec.encode({**capture_extra(walk, optimizers, {}), "iteration": 2, "epoch": 0})
     meeting = torch.distributed.distributed_c10d._get_default_store()
 
     def write(root: int) -> Any:
