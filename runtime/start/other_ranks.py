@@ -105,7 +105,7 @@ def _of_tensors(checkpoint: Checkpoint, job: Job) -> Iterator[str]:
     copies: dict[str, list[str]] = {}
     for name in checkpoint.manifest.tensors:
         rank, plain = owner_of(name)
-        if rank is not None and not plain.startswith(f"{LOADER}/"):  # of which its place says more
+        if rank is not None and not plain.startswith(f"{LOADER}/"):  # _of_loader says what is lost of it
             copies.setdefault(plain, []).append(name)
     shapes = _shapes_of_parameters(job)
     statistics = {name for name in copies if name.rpartition(".")[2] in _STATISTICS}

@@ -37,7 +37,8 @@ class Peeked:
         epoch: epochs that were over; None: it does not say, as a version that ``dcp.save`` or shards wrote.
         ranks: how many processes saved it.
         names: of all tensors: ``<model>/<key>`` and ``<optimizer>/<parameter>.<key>``, under the names that models and
-            optimizers have in their dicts, or "model" and "optimizer"; ``job-state/<name>.<place>`` in other objects.
+            optimizers have in their dicts, or "model" and "optimizer"; ``job-state/<name>.<place>`` in other objects,
+            ``loader-state/<place>`` in the loader.
             Tied tensors are there under each name; of what several ranks hold with values of their own, the lowest
             rank's.
         shapes: whole ones, by the tensor's name.

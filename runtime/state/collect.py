@@ -390,10 +390,19 @@ def capture_extra(
             job["optimizers"][name]["own"] = own
     loop = capture_loop()
     if loader := loop.get("loader"):
-        entries = {key: take(value, f"{LOADER}/{key}", least_bytes=EARLY_BYTES) for key, value in loader.items()}
-        loop = {**loop, "loader": entries}
+        loop = {**loop, "loader": _without_tensors(loader, LOADER + "/", take)}
     walk.gathered(gathering)
     return {**loop, "job": job}
+
+
+def _without_tensors(loader: Mapping[str, Any], prefix: str, take: Callable[..., Any]) -> dict[str, Any]:
+    """A loader's state; that of a loader inside is taken entry by entry, since some may change in shape."""
+    return {
+        key: _without_tensors(value, f"{prefix}{key}.", take)
+        if key == "inner" and isinstance(value, Mapping)
+        else take(value, f"{prefix}{key}", least_bytes=EARLY_BYTES)
+        for key, value in loader.items()
+    }
 
 
 def refuse_unsaved(walk: StateWalk, optimizers: Optimizers) -> None:

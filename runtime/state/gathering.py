@@ -23,7 +23,7 @@ from checkflow.runtime.format.manifest import TensorEntry
 
 _Form = tuple[tuple[str, torch.dtype, torch.Size, tuple[int, ...]], ...]
 _MOST_CHANGES = 3
-#: Smaller tensors of parameter groups and of a loader stay in ``state.msgpack``: a start needs them before all state.
+#: Smaller tensors of a loader and of parameter groups stay in ``state.msgpack``: they are looked at before all state.
 EARLY_BYTES = 1 << 16
 
 
@@ -92,7 +92,7 @@ class Gathering:
         """Return a structure with a :class:`Stored` for each tensor that can be a state tensor, named after its place.
 
         Args:
-            least_bytes: smaller tensors stay.
+            least_bytes: tensors in host memory that have less stay, and so do single numbers.
 
         Raises UnsupportedError for a dictionary by tensors that are no parameters, or by the ``id`` of parameters.
         """
@@ -102,9 +102,8 @@ class Gathering:
             return f"{name}.{path[len(name) + 1 :].partition('.')[0]}" if has_entries else name
 
         def visit(path: str, tensor: torch.Tensor) -> Any:
-            if tensor.nbytes < least_bytes:
-                return tensor
-            return self._stored(path, tensor, by_value=by_value or source(path) in self._restless)
+            stays = by_value or source(path) in self._restless
+            return self._stored(path, tensor, by_value=stays, least_bytes=least_bytes)
 
         def rename(key: Any) -> Any:
             return self._key(key, name) if isinstance(key, torch.Tensor | int) else key
@@ -120,7 +119,7 @@ class Gathering:
             if (of := self._held.parameters.get(key)) is not None:
                 raise UnsupportedError(
                     f"{name} has a key that is the id() of parameter {of.parameter}, which is another one after a "
-                    "restart: have state_dict() name parameters, or number them"
+                    "restart: name parameters there, or number them"
                 )
             return key
         if (of := self._held.parameters.get(id(key))) is None:
@@ -130,14 +129,18 @@ class Gathering:
             )
         return of
 
-    def _stored(self, path: str, tensor: torch.Tensor, *, by_value: bool) -> Any:
+    def _stored(self, path: str, tensor: torch.Tensor, *, by_value: bool, least_bytes: int) -> Any:
         held = self._held
+        if least_bytes and tensor.numel() == 1:
+            return tensor
         if (name := held.name_of(tensor)) is not None:
             return _stored(name, tensor, alone=held.is_inside(name))
         stored = STORED_TYPES.get(dtype_name(tensor.dtype))
         if stored is None or (stored.packed and not tensor.dim()) or not has_own_memory(tensor):
             return tensor
         if tensor.device.type != "cpu" and tensor.device != held.device:
+            return tensor
+        if tensor.is_cpu and tensor.nbytes < least_bytes:
             return tensor
         here, storage = region(tensor), tensor.untyped_storage()._cdata
         others = held.in_storage(storage)

@@ -295,8 +295,9 @@ def restore(
         name: make_tensor(checkpoint.manifest.tensors[held[name]], device if one.apart else torch.device("cpu"))
         for name, one in alone.items()
     }
-    if of_loader:  # whose state is needed before any of the job's is changed
-        fill_all(checkpoint, [(held[name], beside[name], None) for name in of_loader])
+    if of_loader:  # it may refuse the checkpoint, and that before any of the job's state is changed
+        with no_collection():
+            fill_all(checkpoint, [(held[name], beside[name], None) for name in of_loader])
         extra = {**extra, "loader": with_tensors(extra["loader"], models, optimizers, beside)}
     place(extra)
     begin()

@@ -260,7 +260,8 @@ def commit_ranks(
             if gathered.extra is not None:
                 extra = write_file(folder, manifest.EXTRA, iter([memoryview(gathered.extra)]))
                 described = dataclasses.replace(described, files={**described.files, manifest.EXTRA: extra})
-            if _has_newer_extra(folder):
+            extras = [name for name in described.files if name.endswith(Path(manifest.EXTRA).suffix)]
+            if any(_is_newer(folder, name) for name in extras):
                 described = dataclasses.replace(described, version=2)
             write_file(folder, manifest.MANIFEST, iter([memoryview(manifest.dumps(described))]))  # (4)
             sync_folder(folder)  # (5)
@@ -348,8 +349,9 @@ def _refuse_size(folder: int, name: str, entry: FileEntry) -> None:
         )
 
 
-def _has_newer_extra(folder: int) -> bool:
-    fd, _ = fs.open_regular(manifest.EXTRA, dir_fd=folder)
+def _is_newer(folder: int, name: str) -> bool:
+    """Whether earlier releases cannot read this extra state."""
+    fd, _ = fs.open_regular(name, dir_fd=folder)
     try:
         head = bytearray(codec.HEAD_BYTES)
         fs.read_all(fd, memoryview(head), 0)
