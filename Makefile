@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Made last by a successful installation; older than what it was installed from, it is made anew.
 STAMP := .venv/.installed
 
-.PHONY: demo mnist nanogpt mnist-ddp nanogpt-fsdp test test-all test-again check kills ranks-kills faults fuzz council peers \
+.PHONY: demo mnist nanogpt mnist-ddp nanogpt-fsdp test test-all test-rest test-again check kills ranks-kills faults fuzz council peers \
     pictures test-gpu
 
 demo: $(STAMP)
@@ -27,13 +27,17 @@ nanogpt-fsdp: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --quick
 
-# Every case of every test.
-test-all: $(STAMP)
-	@$(BIN)/pytest --numprocesses auto --dist loadfile
+# All other cases, and those in full that `make test` shortens.
+test-rest: $(STAMP)
+	@$(BIN)/pytest --numprocesses auto --dist loadfile --rest
 
-# What failed in the last run, one after the other; it is an error if that was nothing.
+# Every case of every test.
+test-all: test test-rest
+
+# What failed in the last run, one after the other; it is an error if that was nothing. What passes now has a race: its
+# name is added to tests/races.txt, and `make check` fails until the race is found and that file is empty.
 test-again: $(STAMP)
-	@$(BIN)/pytest --numprocesses 0 --last-failed --last-failed-no-failures none -rA
+	@$(BIN)/pytest --numprocesses 0 --last-failed --last-failed-no-failures none -rA --races tests/races.txt
 
 # A training job killed KILLS times at random moments: what must hold is in tests/faults/kills/checks.py. BREAK=name takes
 # something away of the runtime first (tests/faults/kills/breaks.py), and the run must fail.
@@ -73,6 +77,7 @@ pictures: $(STAMP)
 	@$(BIN)/python -m docs.pictures
 
 check: $(STAMP)
+	@! test -s tests/races.txt || { echo "find the races of these tests, then empty tests/races.txt:" >&2; cat tests/races.txt >&2; exit 1; }
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -1,7 +1,8 @@
 """What holds in every test: one thread for torch, and the same examples of hypothesis in every run.
 
 ``--quick`` (``make test``) runs one case of each test, or every case where a test is marked so, and nothing that is
-marked slow. ``HYPOTHESIS_PROFILE=random`` draws other examples every time.
+marked slow. ``--rest`` runs what that leaves out or shortens. ``HYPOTHESIS_PROFILE=random`` draws other examples every
+time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -47,6 +49,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="one case of each test, and nothing that is marked slow")
+    parser.addoption("--rest", action="store_true", help="only what --quick leaves out or shortens")
+    parser.addoption("--races", metavar="FILE", help="add the names of tests that pass now to FILE")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,8 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``cuda`` need a GPU; those marked ``alone`` come last."""
-    if config.getoption("--quick"):
-        _leave_the_quick(config, items)
+    if config.getoption("--quick") or config.getoption("--rest"):
+        _select(config, items)
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     if not torch.cuda.is_available():
         for item in items:
@@ -65,14 +69,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
-def _leave_the_quick(config: pytest.Config, items: list[pytest.Item]) -> None:
+def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
     seen: set[str] = set()
-    quick: list[pytest.Item] = []
-    slow: list[pytest.Item] = []
+    selected: list[pytest.Item] = []
+    others: list[pytest.Item] = []
     for item in items:
         test = item.nodeid.partition("[")[0]
         another = test in seen and not item.get_closest_marker("every_case")
         seen.add(test)
-        (slow if another or item.get_closest_marker("slow") else quick).append(item)
-    config.hook.pytest_deselected(items=slow)
-    items[:] = quick
+        quick = not another and not item.get_closest_marker("slow")
+        shortened = item.get_closest_marker("shortened") or hasattr(getattr(item, "obj", None), "hypothesis")
+        wanted = quick if config.getoption("--quick") else not quick or shortened
+        (selected if wanted else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = selected
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name tests that failed beside others, and pass alone: ``make check`` fails until somebody has looked."""
+    if (file := config.getoption("--races")) is not None:
+        passed = sorted({one.nodeid for one in terminalreporter.stats.get("passed", ()) if one.when == "call"})
+        with Path(file).open("a") as races:
+            races.writelines(f"{name}\n" for name in passed)

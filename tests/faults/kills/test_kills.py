@@ -24,6 +24,7 @@ JOB = VARIANTS[1]  # an iteration for each batch
 Notes = list[dict[str, Any]]
 
 
+@pytest.mark.shortened
 def test_killed_jobs_lose_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The long form is ``make kills``."""
     kills = 1 if request.config.getoption("--quick") else 12
