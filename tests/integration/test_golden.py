@@ -28,7 +28,7 @@ from checkflow.runtime.memory_tier import orphans, records
 from checkflow.runtime.memory_tier.records import MARK, OWNER, PREFIX
 from checkflow.runtime.store.discovery import find
 from tests.support.dead_jobs import give_back, needs_memory
-from tests.support.golden.jobs import Job, digest, run_rank
+from tests.support.golden.jobs import Job, TensorsAnywhere, digest, run_rank
 from tests.support.golden.make import dcp_digests, dcp_state, steps_in
 from tests.support.ranks.dead import holds, start_again
 from tests.support.ranks.processes import run_ranks
@@ -107,6 +107,19 @@ def test_ranks_go_on_to_their_end(tmp_path: Path, name: str, kind: str) -> None:
         assert (begun, held, used) == (step, expected["held"][rank][str(step)], expected["used"][rank]), f"rank {rank}"
     assert steps_in(directory)[-1] == step + len(expected["used"][0])
     assert not list(directory.glob(".council-*"))  # left by the runs before
+
+
+def test_tensors_anywhere_come_back(tmp_path: Path, name: str) -> None:
+    if not (DATA / name / "anywhere").exists():
+        pytest.skip("it was written before they were state")
+    expected = expected_of(name, "anywhere")
+    job = TensorsAnywhere(copy(DATA / name / "anywhere", tmp_path / "anywhere"), resume="must")
+    job.train()
+    # The loader is asked for its first batch before the loop holds anything.
+    assert {part: job.begun[part] for part in ("model", "optimizer", "others")} == {
+        part: expected["held"][part] for part in ("model", "optimizer", "others")
+    }
+    assert job.digests() == expected["end"]
 
 
 def test_what_was_imported_begins_a_job(tmp_path: Path, name: str) -> None:

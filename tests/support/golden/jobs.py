@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import checkflow
 from checkflow.core.generators import generator_state
 
 SAMPLES, BATCH, BATCHES = 26, 4, 7
-CLASSES, WIDTH = 5, 8
+CLASSES, WIDTH, WIDE = 5, 8, 128
 RANK_EPOCHS = 2
 Digests = dict[str, str]
 
@@ -186,6 +186,91 @@ class RankJob:
             "optimizer": digest(self.optimizer.state_dict()),
             "variables": digest(dict(vars(self.kept))),
             "numbers": digest([torch.get_rng_state(), np.random.get_state(), random.getstate()]),
+        }
+
+
+class Mixing:
+    """A loader that keeps a large buffer, column by column."""
+
+    def __init__(self) -> None:
+        self.at, self.buffer = 0, torch.zeros(WIDE, WIDE).t()
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < BATCHES:
+            self.buffer.mul_(0.5)[self.at] += torch.rand(WIDE)
+            self.at += 1
+            yield self.buffer[:WIDTH, :WIDTH].clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "buffer": self.buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.buffer = state["at"], state["buffer"]
+
+
+class Averaging(torch.optim.SGD):
+    """It has tensors in lists and in groups, and adds a key to its state_dict."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.average = torch.zeros(WIDTH)
+        self.param_groups[0]["basis"] = torch.eye(WIDE).t()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        (weight,) = self.param_groups[0]["params"]
+        self.state[weight].setdefault("powers", [torch.zeros(WIDTH, WIDTH).t(), 0])[0].add_(weight.detach() ** 2)
+        self.average.lerp_(weight.detach()[0], 0.5)
+        self.param_groups[0]["basis"].mul_(0.9)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.average = state_dict["average"]
+
+
+class TensorsAnywhere:
+    """A job of one process that has tensors outside of a model and of an optimizer's tables."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.begun: Digests = {}
+        torch.manual_seed(31)
+        self.model = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.optimizer = Averaging(self.model.parameters())
+        self.kept = checkflow.Variables(hidden=torch.zeros(3, WIDTH).t())
+        self.mixing = Mixing()
+        self.checkpointer = checkflow.Checkpointer(
+            self.model, self.optimizer, checkflow.resumable(self.mixing), directory=directory, grace_seconds=600,
+            state={"kept": self.kept}, **options,
+        )  # fmt: skip
+
+    def train(self, last: Callable[[int], bool] = lambda step: False) -> None:
+        with self.checkpointer:
+            for _ in self.checkpointer.epochs(1):
+                for rows in self.checkpointer.loader:
+                    self.begun = self.begun or self.digests()
+                    self.optimizer.zero_grad()
+                    hidden = self.model(rows)
+                    hidden.square().mean().backward()
+                    self.optimizer.step()
+                    self.kept.hidden = hidden.detach()[:3].t() * 1
+                    if last(self.checkpointer.iteration + 1):
+                        return
+
+    def digests(self) -> Digests:
+        """As :meth:`Job.digests`; a loader's place is one batch further."""
+        tensors = [self.optimizer.param_groups[0]["basis"], self.kept.hidden, self.optimizer.average]
+        return {
+            "model": digest(self.model.state_dict()),
+            "optimizer": digest(self.optimizer.state_dict()),
+            "others": digest([tensors, [one.stride() for one in tensors]]),
+            "loader": digest([self.mixing.state_dict(), self.mixing.buffer.stride()]),
+            "numbers": digest([torch.get_rng_state()]),
         }
 
 

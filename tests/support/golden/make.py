@@ -27,7 +27,7 @@ from checkflow.runtime.store.files import parse_step
 from checkflow.runtime.store.store import Store
 from tests.support import shard_tools
 from tests.support.dead_jobs import folder_of, kept_in, rarely
-from tests.support.golden.jobs import BATCHES, Digests, Job, digest, run_rank
+from tests.support.golden.jobs import BATCHES, Digests, Job, TensorsAnywhere, digest, run_rank
 from tests.support.jobs import in_a_process
 from tests.support.programs import mesh_jobs
 from tests.support.ranks import dead
@@ -53,6 +53,7 @@ def write(target: Path, scratch: Path) -> dict[str, Any]:
         "torch-loader": torch_loader(target / "torch-loader", scratch / "torch-loader"),
         "fsdp": ranks(target / "fsdp", scratch / "fsdp", "fsdp"),
         "ddp": ranks(target / "ddp", scratch / "ddp", "ddp"),
+        "anywhere": tensors_anywhere(target / "anywhere", scratch / "anywhere"),
         "dcp": version_of_dcp(target / "dcp", scratch / "dcp"),
         "memory": memory(target / "memory", scratch / "memory", target / "one" / "plans"),
         "rank-memory": memory_of_ranks(target / "rank-memory", scratch / "rank-memory"),
@@ -84,6 +85,21 @@ def torch_loader(target: Path, scratch: Path) -> dict[str, Any]:
     options = {"every": 1, "keep_epochs": 1, "keep_best": 1}
     assert in_a_process(_stop_within_an_epoch, scratch / "held.json", target, "torch", 3, options) == 0
     return _finish("torch", target, scratch)
+
+
+def tensors_anywhere(target: Path, scratch: Path) -> dict[str, Any]:
+    """What a run held at its last boundary, and at the end of another that went on from there."""
+    scratch.mkdir()
+    assert in_a_process(_end_of, scratch / "held.json", target, 4) == 0
+    shutil.copytree(target, scratch / "again")
+    assert in_a_process(_end_of, scratch / "end.json", scratch / "again", None) == 0
+    return {name: json.loads((scratch / f"{name}.json").read_text()) for name in ("held", "end")}
+
+
+def _end_of(held: Path, directory: Path, end: int | None) -> None:
+    job = TensorsAnywhere(directory, every=1, keep_latest=2)
+    job.train(lambda step: step == end)
+    held.write_text(json.dumps(job.digests()))
 
 
 def _find_plan_and_frequency(directory: Path, epochs: int) -> None:
@@ -217,4 +233,4 @@ def _keep_memory(target: Path, directory: Path, folders: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]).absolute())
