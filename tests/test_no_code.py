@@ -24,7 +24,7 @@ IN_MEMORY = {
     "runtime/data/adapters/stateful.py": {"PicklingError"},  # what the other one raises
     "runtime/weights/dcp_files.py": {"Unpickler", "UnpicklingError"},
     "runtime/weights/torch_files.py": {"UnpicklingError"},
-    "checkflow/core/compiled_regions.py": {"dispatch_table"},  # what users pickle of a watched model; nothing is read
+    "checkflow/anchors/hooks.py": {"dispatch_table"},  # what users pickle of a watched model; nothing is read
 }
 IN_MEMORY_USERS = {
     "data.adapters.freeze": {"runtime/data/adapters/stateful.py", "runtime/data/adapters/worker_streams.py"},

@@ -1,7 +1,7 @@
 """Watches where an iteration is: the anchors that fire, the module that runs, and the phase.
 
 Its hooks are the runtime's (forward-pre before the user's own, global optimizer, post-accumulate-grad), so anchors fire
-in the same order. A trace leaves out anchors that would not fire in compiled code (:mod:`.core.compiled_regions`):
+in the same order. A trace leaves out anchors that would not fire in compiled code (:mod:`checkflow.anchors.regions`):
 modules inside of it have none, an optimizer only where torch may leave that code for them.
 """
 
@@ -13,26 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from checkflow.core.compiled_regions import (
-    After,
-    Before,
-    UnseenSteps,
-    anything_compiled,
-    around_forward,
-    compiled_regions,
-    noting,
-    step_hook,
-    uncompiled,
-    while_compiling,
-    with_closure,
-)
+from checkflow.anchors import regions
+from checkflow.anchors.hooks import After, Before, UnseenSteps, around_forward, around_steps, at_gradient, guard_closure
+from checkflow.anchors.occurrences import Numbers
 from checkflow.core.errors import TraceError
 from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Phase, StateKind
 from checkflow.core.state import module_names, parameter_paths
@@ -72,7 +60,7 @@ class Whereabouts:
         self.compiled: set[str] = set()  # compiled calls seen: modules, and functions as "name()"
         self._anchors: list[Anchor] = [Anchor(BOUNDARY, 0)]
         self._models = models
-        self._regions = compiled_regions(models)
+        self._regions = regions.compiled_regions(models)
         self._within: dict[int, str] = {}  # the compiled call that a parameter is used in, by the parameter's id
         self._brought_by: dict[str, str] = {}  # the same by name, for parameters that had a gradient
         self._instead: dict[str, AnchorKey] = {}  # the anchor before a module's first forward in compiled code
@@ -88,7 +76,7 @@ class Whereabouts:
         self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
         self._device_type = device_type
         self._operators, self._on_gradient, self._on_step = operators, on_gradient, on_step
-        self._counts: dict[tuple[AnchorKind, str], int] = {}
+        self._numbers = Numbers()
         self._running: list[str] = []  # modules whose forward runs, innermost last
         self._by_sequence: dict[int, str] = {}  # module by the sequence number that autograd gave its operator
         self._phase: Phase = "forward"
@@ -99,8 +87,7 @@ class Whereabouts:
         self._thread = threading.get_ident()
         with contextlib.ExitStack() as handles:
             for name, module in module_names(self._models):
-                region = self._regions.get(name)
-                entry = module if region is None else region.entry if region.name == name else None
+                entry = regions.entry_of(self._regions, name, module)
                 if entry is not None or self.regions is None:
                     entering, leaving = self._entering(name, module), self._leaving(name)
                     handles.callback(around_forward(module if entry is None else entry, entering, leaving).remove)
@@ -108,11 +95,8 @@ class Whereabouts:
             for name, parameter in parameter_paths(self._models).items():
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    hook = uncompiled(self._accumulated(name))
-                    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    handles.callback(handle.remove)
-            handles.callback(register_optimizer_step_pre_hook(step_hook(self._before_step, self._steps)).remove)
-            handles.callback(register_optimizer_step_post_hook(step_hook(self._after_step, self._steps)).remove)
+                    handles.callback(at_gradient(parameter, self._accumulated(name)).remove)
+            handles.callback(around_steps(self._before_step, self._after_step, self._steps).remove)
             yield
 
     @contextlib.contextmanager
@@ -153,22 +137,22 @@ class Whereabouts:
             return BOUNDARY
         if kind != "buffer":
             return None
-        if (AnchorKind.FORWARD, module) in self._counts:
+        if (AnchorKind.FORWARD, module) in self._numbers:
             return AnchorKey(AnchorKind.FORWARD, module)
         # In a live job, code compiled earlier bypasses hooks.
-        passed_by = self.regions is not None and anything_compiled()
+        passed_by = self.regions is not None and regions.anything_compiled()
         return self._instead.get(module, BOUNDARY if passed_by else None)
 
     @property
     def phase(self) -> Phase:
         """Backward is what autograd runs; what follows it (clipping, the step, averaging) counts as optimizer."""
-        return "backward" if in_backward() else self._phase
+        return "backward" if regions.in_backward() else self._phase
 
     def module(self) -> str:
         """The module whose forward runs; in backward the one whose forward made the differentiated operator."""
         if self._running:
             return self._running[-1]
-        if in_backward():
+        if regions.in_backward():
             node = torch._C._current_autograd_node()
             return self._by_sequence.get(node._sequence_nr(), "") if node is not None else ""
         return ""
@@ -187,9 +171,7 @@ class Whereabouts:
         self._running.clear()
 
     def _fire(self, kind: AnchorKind, name: str) -> None:
-        occurrence = self._counts.get((kind, name), 0)
-        self._counts[kind, name] = occurrence + 1
-        self._anchors.append(Anchor(AnchorKey(kind, name, occurrence), self._operators()))
+        self._anchors.append(Anchor(self._numbers[kind, name].next(), self._operators()))
 
     def _call_of(self, key: AnchorKey) -> tuple[str, int] | None:
         """Return the compiled call whose backward brings a gradient, and its occurrence."""
@@ -200,13 +182,13 @@ class Whereabouts:
     def _entering(self, name: str, module: nn.Module) -> Before:
         region = self._regions.get(name)
 
-        @uncompiled
+        @regions.uncompiled
         def reached() -> None:
             if not self._seen(name):
                 return
-            if not in_backward():  # activation checkpointing repeats forward: no anchor
+            if not regions.in_backward():  # activation checkpointing repeats forward: no anchor
                 self._phase = "forward"
-                function = compiled_function()
+                function = regions.compiled_function()
                 if function is not None:
                     known = region is not None and (region.entry is None or region.name in self.compiled)
                     self._enter_compiled(
@@ -222,9 +204,9 @@ class Whereabouts:
                     self.autocast = str(torch.get_autocast_dtype(self._device_type)).removeprefix("torch.")
             self._running.append(name)
 
-        @while_compiling
+        @regions.while_compiling
         def note_compiled() -> bool:
-            self._enter_compiled(f"{compiled_function() or 'compiled code'}()", {name: module})
+            self._enter_compiled(f"{regions.compiled_function() or 'compiled code'}()", {name: module})
             return True
 
         def hook(_entry: nn.Module, _arguments: Any) -> None:
@@ -243,7 +225,7 @@ class Whereabouts:
 
     def _seen(self, module: str) -> bool:
         """Whether the module's operators are seen; autograd takes the dispatch mode along to its own threads."""
-        seen = threading.get_ident() == self._thread or in_backward()
+        seen = threading.get_ident() == self._thread or regions.in_backward()
         self.elsewhere = self.elsewhere or ("" if seen else module)
         return seen
 
@@ -260,12 +242,12 @@ class Whereabouts:
     def _leaving(self, name: str) -> After:
         region = self._regions.get(name)
 
-        @uncompiled
+        @regions.uncompiled
         def left(result: Any) -> None:
             if (
                 self._seen(name) and self._running and self._running[-1] == name
             ):  # hooks may have been installed while it ran
-                if region is not None and self.regions is not None and not in_backward():
+                if region is not None and self.regions is not None and not regions.in_backward():
                     self.regions.left(self._members[name], result)
                 self._running.pop()
 
@@ -288,10 +270,7 @@ class Whereabouts:
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
         """A closure belongs to the iteration before the step: the optimizer writes after it has run."""
         begins, again = (functools.partial(what, optimizer) for what in (self._step_begins, self._again))
-        noted = with_closure(arguments, keywords, lambda closure: noting(closure, begins, again))
-        if noted is None:
-            begins()
-        return noted
+        return guard_closure(arguments, keywords, begins, again)
 
     def _again(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) not in self._optimizers:  # others' state is not saved: they may step freely
@@ -305,9 +284,9 @@ class Whereabouts:
 
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._phase = "optimizer"
-        if (function := compiled_function()) is not None:
+        if (function := regions.compiled_function()) is not None:
             self.compiled.add(f"{function}()")
-            self._steps.known |= compiled_function(whole=True) is not None
+            self._steps.known |= regions.compiled_function(whole=True) is not None
         if id(optimizer) in self._optimizers:
             self._fire(AnchorKind.OPTIMIZER_PRE, self._optimizers[id(optimizer)])
         self._on_step(optimizer)
@@ -315,7 +294,7 @@ class Whereabouts:
             self.regions.entered()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
-        if self.regions is not None and compiled_function() is not None:
+        if self.regions is not None and regions.compiled_function() is not None:
             self.regions.stepped(optimizer)
         if id(optimizer) in self._optimizers:
             self._fire(AnchorKind.OPTIMIZER_POST, self._optimizers[id(optimizer)])
@@ -331,20 +310,3 @@ def deeper(times: int) -> Iterator[None]:
     finally:
         if sys.getrecursionlimit() == raised:  # the user may have changed it meanwhile
             sys.setrecursionlimit(before)
-
-
-def in_backward() -> bool:
-    return int(torch._C._current_graph_task_id()) != -1
-
-
-def compiled_function(*, whole: bool = False) -> str | None:
-    """Name the outermost compiled function being called; ``whole``: only of those with ``fullgraph=True``."""
-    name: str | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
-            enclosed = frame.f_locals
-            if not whole or getattr(enclosed.get("self"), "fullgraph", False):
-                name = str(getattr(enclosed.get("fn"), "__qualname__", "compiled code")).rpartition(".")[2]
-        frame = frame.f_back
-    return name

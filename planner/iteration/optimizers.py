@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from checkflow.core.compiled_regions import with_closure
+from checkflow.anchors.hooks import with_closure
 from checkflow.core.errors import TraceError
 from checkflow.core.state import foreach_option
 from checkflow.planner.iteration.read_numbers import RECORD, ReadNumbers, UndecidedError

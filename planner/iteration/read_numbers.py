@@ -46,7 +46,8 @@ _USUAL: Final[Mapping[type, Any]] = {bool: False, float: 0.7, int: 1}
 _PATIENCE = 10_000  # most reads or comparisons of one line: a loop that waits for a number never ends
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WINGS = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-_OURS = tuple(os.path.join(_WINGS, wing, "") for wing in ("planner", "runtime", "core"))  # models are the user's, too
+# Models are the user's, too.
+_OURS = tuple(os.path.join(_WINGS, wing, "") for wing in ("planner", "runtime", "anchors", "core"))
 # Torch's files that the user's calls pass on their way to a tensor.
 _PASSAGES = frozenset(_TORCH + name for name in ("_tensor.py", "overrides.py", "_ops.py", "_compile.py"))
 

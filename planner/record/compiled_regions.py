@@ -17,7 +17,7 @@ from torch._dynamo.callback import callback_handler
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from checkflow.core.compiled_regions import uncompiled
+from checkflow.anchors.regions import uncompiled
 from checkflow.planner.iteration.iteration import WatchedIteration
 from checkflow.planner.iteration.placement import NO_CROSSING
 from checkflow.planner.operators import operators as op

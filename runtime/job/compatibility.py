@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from checkflow.core.compiled_regions import compiled_regions
+from checkflow.anchors.regions import compiled_regions
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.plan import Plan, describe_mismatch

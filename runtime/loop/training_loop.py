@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from checkflow.anchors.regions import in_backward
 from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
@@ -31,7 +32,7 @@ from checkflow.runtime.loop.pacing import Pace
 from checkflow.runtime.loop.phase_clock import DATA, FORWARD_BACKWARD, OTHER, PhaseClock
 from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.persist.saver import Saving
-from checkflow.runtime.snapshot.anchors import Sightings, in_backward
+from checkflow.runtime.snapshot.anchors import Sightings
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.snapshot.program import Program
 from checkflow.runtime.snapshot.share import RankShare

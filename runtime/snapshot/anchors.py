@@ -12,36 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from checkflow.core.compiled_regions import (
-    Hanging,
-    UnseenSteps,
-    anything_compiled,
-    around_forward,
-    compiled_regions,
-    noting,
-    step_hook,
-    uncompiled,
-    while_compiling,
-    with_closure,
-)
+from checkflow.anchors import regions
+from checkflow.anchors.hooks import Hanging, UnseenSteps, around_forward, around_steps, at_gradient, guard_closure
+from checkflow.anchors.occurrences import Numbers, Occurrences, Place
 from checkflow.core.errors import MismatchError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.state import module_names, parameter_paths
 
 Fire = Callable[[AnchorKey], None]
-Place = tuple[AnchorKind, str]  # an anchor, whichever occurrence
-
-
-class _Occurrences:
-    """The keys of one place, made once each, and how many were reached since the boundary."""
-
-    __slots__ = ("boundary", "count", "keys", "place")
-
-    def __init__(self, place: Place) -> None:
-        self.place, self.keys = place, [AnchorKey(*place)]
-        self.boundary = self.count = 0
 
 
 @dataclass
@@ -86,15 +65,14 @@ class AnchorHooks:
         self._fire, self._on_training, self._on_traced = fire, on_training, on_traced
         self._on_forward, self._on_evaluation = on_forward, on_evaluation
         self.sightings = Sightings() if sightings is None else sightings
-        self.regions = compiled_regions(models)
+        self.regions = regions.compiled_regions(models)
         self._models = models
         self._inside: set[Place] = set()  # anchors of modules inside of compiled regions, without hooks
         self._wanted: set[Place] = set()
         self._targets: dict[Place, Any] = {}
-        self._occurrences: dict[Place, _Occurrences] = {}  # of optimizers
+        self._steps = Numbers()
         self._boundary = 0  # number of the last boundary
         self._gradients_matter = True  # otherwise nobody waits for them before the next step or boundary
-        self._removers: list[Callable[[], None]] = []
         self._hangings: list[Hanging] = []
         self._look_again = False  # a hook was compiled
         self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
@@ -102,9 +80,7 @@ class AnchorHooks:
             self._watch(keys)
             # Last, so that it runs before all others: a boundary comes before the forward's keys.
             self._watch_forward(models)
-            before, after = (step_hook(hook, self.sightings.steps) for hook in (self._before_step, self._after_step))
-            self._removers.append(register_optimizer_step_pre_hook(before).remove)
-            self._removers.append(register_optimizer_step_post_hook(after).remove)
+            self._hangings.append(around_steps(self._before_step, self._after_step, self.sightings.steps))
         except BaseException:
             self.remove()
             raise
@@ -122,8 +98,8 @@ class AnchorHooks:
         self._gradients_matter = False
 
     def remove(self) -> None:
-        while self._removers:
-            self._removers.pop()()
+        while self._hangings:
+            self._hangings.pop().remove()
 
     @property
     def silent(self) -> frozenset[Place]:
@@ -131,7 +107,7 @@ class AnchorHooks:
 
         If anything is compiled, each must have fired once: code compiled before the hooks were hung bypasses them.
         """
-        compiled, known = anything_compiled(), self._inside | self.sightings.traced
+        compiled, known = regions.anything_compiled(), self._inside | self.sightings.traced
         if not (compiled or known):
             return frozenset()
         forward = {place for place in self._wanted if place[0] is AnchorKind.FORWARD}
@@ -141,9 +117,9 @@ class AnchorHooks:
     def outdated(self, *, replaced: bool) -> bool:
         """Whether modules or parameters lack hooks: they were compiled, or, if ``replaced``, maybe replaced."""
         looking, self._look_again = replaced or self._look_again, False
-        if looking and (compiled_regions(self._models) != self.regions or not self._same_targets()):
+        if looking and (regions.compiled_regions(self._models) != self.regions or not self._same_targets()):
             return True
-        return not all(hanging.in_place() for hanging in self._hangings)
+        return not all(hanging.in_place() for hanging in self._hangings if hanging.in_place is not None)
 
     def _same_targets(self) -> bool:
         found = self._find_targets()
@@ -180,33 +156,27 @@ class AnchorHooks:
             elif kind is AnchorKind.GRADIENT:
                 parameter = self._targets[place]
                 if parameter is not None:
-                    hook = uncompiled(self._gradient_hook(kind, name))
-                    self._removers.append(parameter.register_post_accumulate_grad_hook(hook).remove)
+                    self._hangings.append(at_gradient(parameter, self._gradient_hook(kind, name)))
             elif kind is not AnchorKind.BOUNDARY and name not in self._optimizers.values():
                 raise MismatchError(f"the plan has an anchor at optimizer {name}, which the job does not have")
 
     def _watch_module(self, name: str, module: nn.Module) -> None:
         """Hang a module's hook, unless it runs inside of compiled code."""
-        region = self.regions.get(name)
-        entry = module if region is None else region.entry if region.name == name else None
+        entry = regions.entry_of(self.regions, name, module)
         if entry is None:
             self._inside.add((AnchorKind.FORWARD, name))
-        elif region is not None or (AnchorKind.FORWARD, name) not in self.sightings.traced:
+        elif name in self.regions or (AnchorKind.FORWARD, name) not in self.sightings.traced:
             # A hook that was once compiled into a function is not hung again: the function would be recompiled.
-            self._hang(around_forward(entry, self._forward_hook(AnchorKind.FORWARD, name)))
-
-    def _hang(self, hanging: Hanging) -> None:
-        self._removers.append(hanging.remove)
-        self._hangings.append(hanging)
+            self._hangings.append(around_forward(entry, self._forward_hook(AnchorKind.FORWARD, name)))
 
     def _watch_forward(self, models: Mapping[str, nn.Module]) -> None:
         for name, model in models.items():
-            self._hang(around_forward(model, self._whole_forward_hook(name), with_keywords=True))
+            self._hangings.append(around_forward(model, self._whole_forward_hook(name), with_keywords=True))
 
     def _whole_forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        @uncompiled
+        @regions.uncompiled
         def reached(module: nn.Module, arguments: Any, keywords: Any) -> None:
-            if in_backward():
+            if regions.in_backward():
                 return
             if module.training:
                 self._on_forward(name, (arguments, keywords))
@@ -221,37 +191,21 @@ class AnchorHooks:
 
         return hook
 
-    def _reached(self, occurrences: _Occurrences) -> None:
-        if occurrences.boundary != self._boundary:
-            occurrences.boundary, occurrences.count = self._boundary, 0
-        number = occurrences.count
-        occurrences.count = number + 1
-        if number == len(occurrences.keys):
-            occurrences.keys.append(AnchorKey(*occurrences.place, number))
-        self._fire(occurrences.keys[number])
-
-    def _step_reached(self, kind: AnchorKind, name: str) -> None:
-        place = kind, name
-        occurrences = self._occurrences.get(place)
-        if occurrences is None:
-            occurrences = self._occurrences[place] = _Occurrences(place)
-        self._reached(occurrences)
-
     def _forward_hook(self, kind: AnchorKind, name: str) -> Callable[[nn.Module, Any], None]:
         place = kind, name
-        occurrences, sightings = _Occurrences(place), self.sightings
+        occurrences, sightings = Occurrences(place), self.sightings
 
-        @uncompiled
+        @regions.uncompiled
         def reached(module: nn.Module) -> None:
-            if not in_backward():
+            if not regions.in_backward():
                 if module.training:
                     self._on_training()
                 sightings.fired.add(place)
                 if sightings.traced:
                     sightings.traced.discard(place)
-                self._reached(occurrences)
+                self._fire(occurrences.next(self._boundary))
 
-        @while_compiling  # runs while the hook is compiled and leaves no code
+        @regions.while_compiling  # runs while the hook is compiled and leaves no code
         def note_compiled() -> bool:
             sightings.traced.add(place)
             self._look_again = True
@@ -267,11 +221,11 @@ class AnchorHooks:
         return hook
 
     def _gradient_hook(self, kind: AnchorKind, name: str) -> Callable[[torch.Tensor], None]:
-        occurrences = _Occurrences((kind, name))
+        occurrences = Occurrences((kind, name))
 
         def hook(_parameter: torch.Tensor) -> None:
             if self._gradients_matter:
-                self._reached(occurrences)
+                self._fire(occurrences.next(self._boundary))
 
         return hook
 
@@ -280,16 +234,14 @@ class AnchorHooks:
         if name is None:
             return None
         begins, again = functools.partial(self._step_begins, name), functools.partial(self._on_repeated, name)
-        noted = with_closure(arguments, keywords, lambda closure: noting(closure, begins, again))
-        if noted is None:
-            begins()
-        else:
+        noted = guard_closure(arguments, keywords, begins, again)
+        if noted is not None:
             self._unevaluated.add(name)
         return noted
 
     def _step_begins(self, name: str) -> None:
         self._unevaluated.discard(name)
-        self._step_reached(AnchorKind.OPTIMIZER_PRE, name)
+        self._fire(self._steps[AnchorKind.OPTIMIZER_PRE, name].next(self._boundary))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         name = self._optimizers.get(id(optimizer))
@@ -299,9 +251,4 @@ class AnchorHooks:
             self._unevaluated.discard(name)
             self._on_repeated(name)
         self._gradients_matter = True
-        self._step_reached(AnchorKind.OPTIMIZER_POST, name)
-
-
-def in_backward() -> bool:
-    """Whether autograd runs on this thread now."""
-    return int(torch._C._current_graph_task_id()) != -1
+        self._fire(self._steps[AnchorKind.OPTIMIZER_POST, name].next(self._boundary))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
+from checkflow.anchors.occurrences import Place
 from checkflow.core.errors import CheckflowError, ConsistencyError
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.plan import Certificate, Fingerprint, Plan
@@ -21,7 +22,7 @@ from checkflow.core.units import format_size
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.memory_tier.staging import StagingBuffers
-from checkflow.runtime.snapshot.anchors import AnchorHooks, Place, Sightings
+from checkflow.runtime.snapshot.anchors import AnchorHooks, Sightings
 from checkflow.runtime.snapshot.capturer import Capture, Capturer
 from checkflow.runtime.snapshot.program import Program, compile_plan
 from checkflow.runtime.snapshot.share import RankShare

@@ -21,8 +21,9 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import _disable_current_modes
 
+from checkflow.anchors.hooks import around_forward
+from checkflow.anchors.regions import compiled_regions
 from checkflow.api import Checkpointer
-from checkflow.core.compiled_regions import around_forward, compiled_regions
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.record.recorder import IterationRecorder

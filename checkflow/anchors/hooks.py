@@ -1,112 +1,31 @@
-"""Regions: the modules that run inside code which torch.compile or torch.jit made, and the anchor before each.
-
-Hooks inside a region are useless: compiled in, they act after it has run; added later, they never fire. So its one
-anchor lies in the uncompiled code around it, named after the outermost compiled module. Modules called by a compiled
-function (a loss, a whole step) do not know of it: no region is found.
-"""
+"""Hooks around modules, optimizers' steps and their closures. They know nothing of what they are hung for."""
 
 from __future__ import annotations
 
 import copyreg
 import functools
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from checkflow.core.state import clean_key
+from checkflow.anchors.regions import uncompiled, while_compiling
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Before = Callable[..., None]
 After = Callable[[nn.Module, Any, Any], None]
+StepHook = Callable[[Any, Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledRegion:
-    """Modules that run inside one compiled call."""
+class Hanging:
+    """Functions that are called at one place of training."""
 
-    name: str  # of the outermost one, "<model>/<path>", and of the anchor before it
-    entry: nn.Module | None  # what uncompiled code calls; None: its class is compiled, and takes no anchor
-
-
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function so that torch compiles neither it nor what it calls."""
-    wrapped: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return wrapped
-
-
-def anything_compiled() -> bool:
-    """Whether torch has compiled code in this process, which may have bypassed hooks."""
-    compiler = sys.modules.get("torch._dynamo.convert_frame")
-    return compiler is not None and bool(getattr(compiler, "FRAME_COUNTER", True))
-
-
-def while_compiling(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Wrap a function so that torch calls it once, when it compiles a call of it, and compiles in the result."""
-    marked: Callable[[], bool] = torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
-    return marked
-
-
-def compiled_regions(models: Mapping[str, nn.Module]) -> dict[str, CompiledRegion]:
-    """Return the region of each module inside of one, by name as in :func:`checkflow.core.state.module_names`."""
-    found: dict[str, CompiledRegion] = {}
-    seen: set[int] = set()
-    for owner, model in models.items():
-        for name, module, region in _walk(model, owner, "", None):
-            if id(module) not in seen:
-                seen.add(id(module))
-                if region is not None:
-                    found[name] = region
-    return found
-
-
-def _walk(
-    module: nn.Module, owner: str, path: str, region: CompiledRegion | None
-) -> Iterator[tuple[str, nn.Module, CompiledRegion | None]]:
-    """Yield every module below this one, in the order of ``named_modules``, with the outermost region around it."""
-    name = f"{owner}/{clean_key(path)}"
-    if region is None and _is_compiled(module):
-        region = CompiledRegion(name, None if _class_is_compiled(module) else module)
-    inner = _inside_wrapper(module, top=not path)
-    if inner is not None:
-        yield from _walk(inner, owner, path, region)
-        return
-    yield name, module, region
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, owner, f"{path}.{key}" if path else key, region)
-
-
-def _inside_wrapper(module: nn.Module, *, top: bool) -> nn.Module | None:
-    """Return the module inside a wrapper of torch.compile, or of DataParallel around a whole model."""
-    if top and isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        inner: nn.Module = module.module
-        return inner
-    if type(module).__name__ == "OptimizedModule":  # by name: torch._dynamo is slow to import
-        return module._modules["_orig_mod"]
-    return None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    if type(module).__name__ == "OptimizedModule":
-        # torch.compiler.disable(module) makes such a wrapper, too, and runs its inside eagerly.
-        return type(module.__dict__.get("dynamo_ctx")).__name__ != "DisableContext"
-    return (
-        isinstance(module, torch.jit.ScriptModule)
-        or module._compiled_call_impl is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-        or _class_is_compiled(module)
-    )
-
-
-def _class_is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` decorated the module's class, so that calling it runs hooks in compiled code."""
-    return hasattr(type(module)._call_impl, "_torchdynamo_orig_callable")
+    remove: Callable[[], None]  # in any order among several
+    in_place: Callable[[], bool] | None = None  # whether they will still be called; None: they will
 
 
 @dataclass
@@ -117,12 +36,12 @@ class UnseenSteps:
     taken: bool = False  # it has stepped: set when its code has run
 
 
-def step_hook(reached: Callable[[Any, Any, Any], Any], unseen: UnseenSteps) -> Callable[[Any, Any, Any], Any]:
+def _step_hook(reached: StepHook, unseen: UnseenSteps) -> StepHook:
     """Return an optimizer hook for which compiled code is left (a graph break, beside torch's own in its steps).
 
     In code that must be compiled in one piece (``fullgraph=True``), it notes the step in ``unseen`` instead.
     """
-    outside = uncompiled(reached)
+    apart = uncompiled(reached)
 
     @while_compiling
     def in_one_piece() -> bool:
@@ -137,9 +56,26 @@ def step_hook(reached: Callable[[Any, Any, Any], Any], unseen: UnseenSteps) -> C
         if torch.compiler.is_dynamo_compiling() and in_one_piece():
             unseen.taken = True  # torch does this when the compiled code has run
             return None
-        return outside(optimizer, arguments, keywords)
+        return apart(optimizer, arguments, keywords)
 
     return hook
+
+
+def around_steps(before: StepHook, after: StepHook, unseen: UnseenSteps) -> Hanging:
+    """Call functions around each step of every optimizer, by torch's global hooks."""
+    first = register_optimizer_step_pre_hook(_step_hook(before, unseen))
+    last = register_optimizer_step_post_hook(_step_hook(after, unseen))
+
+    def remove() -> None:
+        first.remove()
+        last.remove()
+
+    return Hanging(remove)
+
+
+def at_gradient(parameter: torch.Tensor, reached: Callable[[torch.Tensor], None]) -> Hanging:
+    """Call a function whenever a parameter's gradient was accumulated."""
+    return Hanging(parameter.register_post_accumulate_grad_hook(uncompiled(reached)).remove)  # type: ignore[no-untyped-call]
 
 
 def with_closure(
@@ -156,29 +92,34 @@ def with_closure(
     )
 
 
-def noting(closure: Callable[..., Any], first: Callable[[], None], again: Callable[[], None]) -> Callable[..., Any]:
-    """Wrap a step's closure to call ``first`` after its first run, and ``again`` before each further one."""
-    ran = False
+def guard_closure(
+    arguments: tuple[Any, ...], keywords: Mapping[str, Any], begins: Callable[[], None], again: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Call ``begins`` before an optimizer's step can write: now, or when its closure has run for the first time.
 
-    def noted(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal ran
-        if ran:
-            again()
-        result = closure(*arguments, **keywords)
-        if not ran:
-            ran = True
-            first()
-        return result
+    ``again`` is called before each further run. Returns the step's arguments with the closure guarded; None: it has
+    none.
+    """
 
+    def guard(closure: Callable[..., Any]) -> Callable[..., Any]:
+        ran = False
+
+        def guarded(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal ran
+            if ran:
+                again()
+            result = closure(*arguments, **keywords)
+            if not ran:
+                ran = True
+                begins()
+            return result
+
+        return guarded
+
+    noted = with_closure(arguments, keywords, guard)
+    if noted is None:
+        begins()
     return noted
-
-
-@dataclass(frozen=True, slots=True)
-class Hanging:
-    """Functions that are called around a module's forward."""
-
-    remove: Callable[[], None]  # in any order among several
-    in_place: Callable[[], bool]  # whether they will still be called
 
 
 def around_forward(
@@ -211,7 +152,7 @@ def around_forward(
             handle.remove()
         _own_hooks.difference_update(own)
 
-    return Hanging(remove, lambda: True)
+    return Hanging(remove)
 
 
 _own_hooks: set[int] = set()  # by the numbers that torch gives to hooks of all modules
