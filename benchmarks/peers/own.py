@@ -108,10 +108,10 @@ class Checkflow(Reporting):
         while (self.checkpointer.iteration + 1) % self._every:
             self.run(1)
         self.settle()
-        execution = self.checkpointer._loop.execution
-        execution.remove_hooks()
+        stream = self.checkpointer._loop.execution.stream
+        stream.remove()
         yield
-        execution._hooks = execution._hook()
+        stream.hang()
 
     def run(self, iterations: int) -> list[float]:
         seconds = []

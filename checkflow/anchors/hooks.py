@@ -35,6 +35,11 @@ class UnseenSteps:
     known: bool = False  # there is one: set when its code is compiled
     taken: bool = False  # it has stepped: set when its code has run
 
+    def take(self) -> bool:
+        """Whether one has stepped since the last call."""
+        taken, self.taken = self.taken, False
+        return taken
+
 
 def _step_hook(reached: StepHook, unseen: UnseenSteps) -> StepHook:
     """Return an optimizer hook for which compiled code is left (a graph break, beside torch's own in its steps).
@@ -120,6 +125,27 @@ def guard_closure(
     if noted is None:
         begins()
     return noted
+
+
+def outside(
+    reached: Callable[..., None], noted: Callable[[], bool] | None = None, *, evaluating: bool = False
+) -> Callable[..., None]:
+    """Return a hook around a module's forward that torch never compiles.
+
+    Args:
+        reached: called with what the hook is called with.
+        noted: called instead while code around it is compiled that calls the module in training mode; leaves no code.
+        evaluating: whether ``noted`` is called in evaluation mode, too.
+    """
+    apart, note = uncompiled(reached), None if noted is None else while_compiling(noted)
+
+    def hook(module: nn.Module, *arguments: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            apart(module, *arguments)
+        elif note is not None and (evaluating or module.training):
+            note()
+
+    return hook
 
 
 def around_forward(

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from checkflow.anchors import regions
-from checkflow.anchors.hooks import After, Before, UnseenSteps, around_forward, around_steps, at_gradient, guard_closure
+from checkflow.anchors import hooks, regions
 from checkflow.anchors.occurrences import Numbers
 from checkflow.core.errors import TraceError
 from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Phase, StateKind
@@ -64,7 +63,7 @@ class Whereabouts:
         self._within: dict[int, str] = {}  # the compiled call that a parameter is used in, by the parameter's id
         self._brought_by: dict[str, str] = {}  # the same by name, for parameters that had a gradient
         self._instead: dict[str, AnchorKey] = {}  # the anchor before a module's first forward in compiled code
-        self._steps = UnseenSteps()
+        self._steps = hooks.UnseenSteps()
         self._thread = threading.get_ident()  # the watched one: a dispatch mode sees one thread
         self.elsewhere = ""  # the first module that ran forward in another thread
         #: Set for a live job, whose compiled regions get no hooks.
@@ -90,13 +89,13 @@ class Whereabouts:
                 entry = regions.entry_of(self._regions, name, module)
                 if entry is not None or self.regions is None:
                     entering, leaving = self._entering(name, module), self._leaving(name)
-                    handles.callback(around_forward(module if entry is None else entry, entering, leaving).remove)
+                    handles.callback(hooks.around_forward(module if entry is None else entry, entering, leaving).remove)
             seen: set[int] = set()
             for name, parameter in parameter_paths(self._models).items():
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    handles.callback(at_gradient(parameter, self._accumulated(name)).remove)
-            handles.callback(around_steps(self._before_step, self._after_step, self._steps).remove)
+                    handles.callback(hooks.at_gradient(parameter, self._accumulated(name)).remove)
+            handles.callback(hooks.around_steps(self._before_step, self._after_step, self._steps).remove)
             yield
 
     @contextlib.contextmanager
@@ -105,7 +104,7 @@ class Whereabouts:
         self._thread = threading.get_ident()
         with contextlib.ExitStack() as handles:
             for name, module in module_names(self._models):
-                handles.callback(around_forward(module, self._noting_thread(name)).remove)
+                handles.callback(hooks.around_forward(module, self._noting_thread(name)).remove)
             yield
 
     @property
@@ -179,11 +178,10 @@ class Whereabouts:
             return None
         return self._brought_by[key.name], key.occurrence
 
-    def _entering(self, name: str, module: nn.Module) -> Before:
+    def _entering(self, name: str, module: nn.Module) -> hooks.Before:
         region = self._regions.get(name)
 
-        @regions.uncompiled
-        def reached() -> None:
+        def reached(_entry: nn.Module, _arguments: Any) -> None:
             if not self._seen(name):
                 return
             if not regions.in_backward():  # activation checkpointing repeats forward: no anchor
@@ -204,20 +202,13 @@ class Whereabouts:
                     self.autocast = str(torch.get_autocast_dtype(self._device_type)).removeprefix("torch.")
             self._running.append(name)
 
-        @regions.while_compiling
         def note_compiled() -> bool:
             self._enter_compiled(f"{regions.compiled_function() or 'compiled code'}()", {name: module})
             return True
 
-        def hook(_entry: nn.Module, _arguments: Any) -> None:
-            if torch.compiler.is_dynamo_compiling():
-                note_compiled()
-            else:
-                reached()
+        return hooks.outside(reached, note_compiled, evaluating=True)
 
-        return hook
-
-    def _noting_thread(self, name: str) -> Before:
+    def _noting_thread(self, name: str) -> hooks.Before:
         def hook(_entry: nn.Module, _arguments: Any) -> None:
             self._seen(name)
 
@@ -239,11 +230,10 @@ class Whereabouts:
                 if parameter is not None:
                     self._within.setdefault(id(parameter), call)
 
-    def _leaving(self, name: str) -> After:
+    def _leaving(self, name: str) -> hooks.After:
         region = self._regions.get(name)
 
-        @regions.uncompiled
-        def left(result: Any) -> None:
+        def left(_entry: nn.Module, _arguments: Any, result: Any) -> None:
             if (
                 self._seen(name) and self._running and self._running[-1] == name
             ):  # hooks may have been installed while it ran
@@ -251,11 +241,7 @@ class Whereabouts:
                     self.regions.left(self._members[name], result)
                 self._running.pop()
 
-        def hook(_entry: nn.Module, _arguments: Any, result: Any) -> None:
-            if not torch.compiler.is_dynamo_compiling():
-                left(result)
-
-        return hook
+        return hooks.outside(left)
 
     def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
@@ -270,7 +256,7 @@ class Whereabouts:
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
         """A closure belongs to the iteration before the step: the optimizer writes after it has run."""
         begins, again = (functools.partial(what, optimizer) for what in (self._step_begins, self._again))
-        return guard_closure(arguments, keywords, begins, again)
+        return hooks.guard_closure(arguments, keywords, begins, again)
 
     def _again(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) not in self._optimizers:  # others' state is not saved: they may step freely

@@ -113,7 +113,7 @@ class PlanInPlace:
         if self.execution.distrusted and self.plan is not None and self._refuted != self.plan.digest:
             self._refuted = self.plan.digest
             self.planning.refuted(self.plan)
-        if (repeated := self.execution.repeated) and not self.planning.forgone:
+        if (repeated := self.execution.stream.repeated) and not self.planning.forgone:
             arrival = self.planning.forgo(min(repeated))
         else:
             arrival = self.planning.boundary(stepped, micro_batches)
@@ -131,7 +131,6 @@ class PlanInPlace:
             self.execution.capturer.rearrange()
             self.planning.refused(error)
             return
-        self.execution.remove_hooks()
         self._aborted, self._moved, self._last_failure = self.aborted, self.moved, self.last_failure
         self.execution = execution
         self._placed(self.planning, arrival)

@@ -251,7 +251,7 @@ class BoundaryActions:
         with self._clock.holding("boundary"):
             self._execution.finish()
             self._execution.follow()
-            self._execution.hooks.reset()  # what ran since (an evaluation) is no part of the iteration to come
+            self._execution.stream.boundary()  # what ran since (an evaluation) is no part of the iteration to come
             self._apply_audits()
             self._clock.shift(self._capture(self._passed_epoch_end, extra=extra))
         if self._agreement is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from checkflow.anchors.regions import in_backward
+from checkflow.anchors.stream import AnchorStream
 from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
@@ -32,7 +33,6 @@ from checkflow.runtime.loop.pacing import Pace
 from checkflow.runtime.loop.phase_clock import DATA, FORWARD_BACKWARD, OTHER, PhaseClock
 from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.persist.saver import Saving
-from checkflow.runtime.snapshot.anchors import Sightings
 from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.snapshot.program import Program
 from checkflow.runtime.snapshot.share import RankShare
@@ -84,14 +84,13 @@ class TrainingLoop:
         self._drawn = self._silent_turns = 0  # batches in this run; turns of steps() without an optimizer's step
         self._resumed = iteration > 0
         repeated = {name for name, optimizer in job.optimizers.items() if closures_repeat(optimizer)}
-        sightings = Sightings(repeated=repeated)
+        stream = AnchorStream(job.models, job.optimizers, repeated)
 
         def execute(plan: Plan, program: Program) -> Execution:
             return Execution(
-                plan, program, job, saving.engine, saving.buffers, saving.submit, self,
+                plan, program, job, saving.engine, saving.buffers, saving.submit, self, stream,
                 implementations=compatibility.implementations(job.models, job.optimizers),
-                raising=raising, known_to_fit=planning is not None, resumed=self._resumed,
-                sightings=sightings, share=share,
+                raising=raising, known_to_fit=planning is not None, resumed=self._resumed, share=share,
             )  # fmt: skip
 
         read_peak = functools.partial(allocated_peak_bytes, job.models)
@@ -263,7 +262,7 @@ class TrainingLoop:
         if self._agreement is not None:
             self._agreement.over(self.iteration)
         self._boundaries.close()
-        self.execution.remove_hooks()
+        self.execution.stream.remove()
         capturer = self.execution.capturer
         try:
             # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
@@ -359,11 +358,11 @@ class TrainingLoop:
         if self._job.loader is None:
             self._note_unseen_steps()
             if (boundary := self._boundaries.forward()) is not None:
-                hooks = self.execution.hooks
+                hung = self.execution.stream.hung
                 if (planning := self.place.planning) is not None:
                     planning.warns_unsaved = False  # the batch of this iteration was drawn before its begin
                 self._finish(boundary)
-                if self.execution.hooks is not hooks:  # hung in too late for the forward that runs already
+                if self.execution.stream.hung != hung:  # hung in too late for the forward that runs already
                     self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))
             self._progress.restore_generators()
             self.pace.saw(arguments)
@@ -405,7 +404,7 @@ class TrainingLoop:
 
     def _note_unseen_steps(self) -> None:
         """Optimizers may have stepped in code that no anchor could leave; which of them is not known."""
-        if self.execution.hooks.take_unseen_step():
+        if self.execution.stream.steps.take():
             self._boundaries.optimizer_stepped(*self._job.optimizers)
 
     # Ends

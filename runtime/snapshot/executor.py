@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 from checkflow.anchors.occurrences import Place
+from checkflow.anchors.stream import AnchorStream, Subscriber
 from checkflow.core.errors import CheckflowError, ConsistencyError
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind
 from checkflow.core.plan import Certificate, Fingerprint, Plan
@@ -22,7 +23,6 @@ from checkflow.core.units import format_size
 from checkflow.runtime.job import compatibility
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.memory_tier.staging import StagingBuffers
-from checkflow.runtime.snapshot.anchors import AnchorHooks, Sightings
 from checkflow.runtime.snapshot.capturer import Capture, Capturer
 from checkflow.runtime.snapshot.program import Program, compile_plan
 from checkflow.runtime.snapshot.share import RankShare
@@ -70,7 +70,7 @@ class Execution:
         implementations: of the optimizers by name, as plans name them.
         deliver: takes each complete capture, on any thread.
         raising: whether a fault is raised inside the user's loop, after it was handled.
-        sightings: what is known of the job's anchors; outlives one plan.
+        stream: of the job's anchors; outlives one plan.
         share: what this rank copies, if there are several.
     """
 
@@ -83,16 +83,16 @@ class Execution:
         buffers: StagingBuffers,
         deliver: Callable[[Capture], None],
         listener: Listener,
+        stream: AnchorStream,
         *,
         implementations: Mapping[str, str],
         raising: bool,
         known_to_fit: bool = False,
         resumed: bool = False,
-        sightings: Sightings | None = None,
         share: RankShare | None = None,
     ) -> None:
         self.plan = plan
-        self._sightings = Sightings() if sightings is None else sightings
+        self.stream = stream
         # Forward anchors that do not fire, and whether optimizers step unseen.
         self._unseen: tuple[frozenset[Place], bool] = (frozenset(), False)
         self._logged_silent: frozenset[Place] = frozenset()  # silent anchors that were logged
@@ -120,9 +120,9 @@ class Execution:
         self.last_failure: tuple[float, str] | None = None  # time.monotonic, and the reason
         self._guards = self._make_guards()
         self._keys = self._planned_keys()
-        self._hooks = self._hook()
         job.walk.current()
         self._hooked = job.walk.outer
+        self._subscribe()
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
@@ -178,7 +178,7 @@ class Execution:
                     if self._give_up(error):
                         raise
         elif key.kind is AnchorKind.GRADIENT:
-            self._hooks.skip_gradients()
+            self.stream.skip_gradients()
         if key.kind is AnchorKind.OPTIMIZER_POST:
             self._listener.on_stepped(key.name)
             self.capturer.note()  # what has written, and what the loop may write next
@@ -195,7 +195,7 @@ class Execution:
         self._note_failed()
         self._whole = self._whole or self._fired
         self.follow(idle=not (due or self.capturer.step is not None))
-        self._hooks.reset()
+        self.stream.boundary()
 
     def finish(self) -> None:
         """End the capture in flight, and wait for all before it."""
@@ -211,21 +211,20 @@ class Execution:
         if not idle:
             self._walk.current()
         replaced = not idle and self._walk.outer is not self._hooked
-        outdated = self._hooks.outdated(replaced=replaced)
+        outdated = self.stream.outdated(replaced=replaced)
         if replaced or outdated:
             self.finish()  # its last tensors might be written where hooks are gone
             self._guards = self._make_guards()
             self._hooked = self._walk.outer
         if outdated:
             self._fired = self._whole = False
-            self._hooks.remove()
             try:
                 self._keys = self._keys if self.distrusted else self._planned_keys()
-                self._hooks = self._hook()
+                self._subscribe()
             except CheckflowError as error:
                 logger.warning("the job no longer has what the plan was made for: %s", error)
                 self._keys = []
-                self._hooks = self._hook()
+                self._subscribe()
                 self._distrust()
 
     def take_error_in_compiling(self) -> CheckflowError | None:
@@ -252,21 +251,21 @@ class Execution:
         self.capturer.require(self._guards.at_forward.get(BOUNDARY, ()))
         return waited_seconds
 
-    def remove_hooks(self) -> None:
-        self._hooks.remove()
-
-    def _hook(self) -> AnchorHooks:
-        listener = self._listener
-        return AnchorHooks(
-            self._models, self._optimizers, self._keys,
-            listener.on_anchor, listener.on_forward, listener.on_training, listener.on_evaluation,
-            self._on_traced, self._on_repeated, self._sightings,
+    def _subscribe(self) -> None:
+        """Hang hooks at the anchors that have work, in place of those of the plan before."""
+        listener, reached = self._listener, self._listener.on_anchor
+        subscriber = Subscriber(
+            places=frozenset((key.kind, key.name) for key in self._keys),
+            forward=reached, gradient=reached, step_begins=reached, step_ends=reached,
+            model=listener.on_forward, training=listener.on_training, evaluation=listener.on_evaluation,
+            unseen=self._on_traced, repeated=self._on_repeated,
         )  # fmt: skip
+        self.stream.subscribe("execution", subscriber)
 
     def _on_repeated(self, optimizer: str) -> None:
         """Parameters are written between anchors: copy everything at the boundary from now on."""
-        if optimizer not in self._sightings.repeated:
-            self._sightings.repeated.add(optimizer)
+        if optimizer not in self.stream.repeated:
+            self.stream.repeated.add(optimizer)
             logger.warning(
                 "optimizer %s does not run its closure just once in a step, so that there is no plan for it: from now "
                 "on all state is copied at each boundary that is saved, which pauses training",
@@ -299,7 +298,7 @@ class Execution:
 
     def _adapt_to_anchors(self) -> None:
         """Move the plan's work to anchors that fire; others, mostly in compiled code, do not."""
-        unseen = self._hooks.silent, self._sightings.steps.known
+        unseen = self.stream.silent, self.stream.steps.known
         blind = unseen[1] and not self._unseen[1]
         if unseen != self._unseen:
             self._unseen = unseen
@@ -326,16 +325,6 @@ class Execution:
         """
         silent, blind = self._unseen
         return compile_plan(self.plan, silent, blind=blind, undated_at_boundary=not self._optimizers)
-
-    @property
-    def repeated(self) -> Collection[str]:
-        """Optimizers that cannot be planned because of how they run their closures."""
-        return self._sightings.repeated
-
-    @property
-    def hooks(self) -> AnchorHooks:
-        """The job's current hooks."""
-        return self._hooks
 
     def _distrust(self) -> None:
         if not self.distrusted:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from checkflow import Checkpointer, TrainingStep
+from checkflow.anchors.stream import AnchorStream, Subscriber
+from checkflow.core.errors import MismatchError
 from checkflow.core.graph import AnchorKey, AnchorKind
-from checkflow.runtime.snapshot.anchors import AnchorHooks
 from checkflow.runtime.snapshot.executor import Execution
 from tests.support.gpu.fake_device import simulate_gpu
 from tests.support.planned_jobs import plan_by_trace
@@ -88,7 +89,7 @@ def test_gradients_that_nobody_waits_for_pass_until_a_step_or_a_boundary() -> No
     def fire(key: AnchorKey) -> None:
         fired.append(key)
         if key.kind is AnchorKind.GRADIENT and not waits:
-            hooks.skip_gradients()
+            stream.skip_gradients()
 
     def iteration() -> list[AnchorKey]:
         fired.clear()
@@ -96,12 +97,12 @@ def test_gradients_that_nobody_waits_for_pass_until_a_step_or_a_boundary() -> No
             model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
         model(torch.ones(2, 3)).sum().backward()
-        hooks.reset()
+        stream.boundary()
         return fired
 
-    hooks = AnchorHooks(
-        {"model": model}, {"sgd": optimizer}, gradients, fire, lambda *_: None, lambda: None, lambda: None
-    )  # fmt: skip
+    stream = AnchorStream({"model": model}, {"sgd": optimizer})
+    places = frozenset((key.kind, key.name) for key in gradients)
+    stream.subscribe("plan", Subscriber(places=places, gradient=fire, step_begins=fire, step_ends=fire))
     try:
         first, *steps, again = iteration()
         assert steps == [before, after]
@@ -111,7 +112,7 @@ def test_gradients_that_nobody_waits_for_pass_until_a_step_or_a_boundary() -> No
         found = iteration()
         assert sorted(found, key=str) == sorted([*every, before, after], key=str)
     finally:
-        hooks.remove()
+        stream.remove()
 
 
 def test_each_gradient_is_an_anchor_while_a_capture_is_under_way(
@@ -141,6 +142,39 @@ def test_each_gradient_is_an_anchor_while_a_capture_is_under_way(
             found.append(sorted(reached))
     first, whole = ["model/5.weight"], [f"model/{n}.weight" for n in range(1, 6)]
     assert found == [first, first, whole, first, whole, first]
+
+
+def test_subscribers_are_told_in_order_and_a_role_has_one() -> None:
+    """One that the job cannot serve changes nothing, hooks included."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stream = AnchorStream({"model": model}, {"sgd": optimizer})
+    told: list[str] = []
+
+    def subscriber(name: str, *places: str) -> Subscriber:
+        wanted = frozenset((AnchorKind.FORWARD, place) for place in places)
+        return Subscriber(places=wanted, forward=lambda key: told.append(f"{name} {key}"))
+
+    def forward() -> list[str]:
+        told.clear()
+        stream.boundary()
+        model(torch.ones(2, 3))
+        return told
+
+    plain = hooks(model)
+    stream.subscribe("plan", subscriber("first", "model/0"))
+    stream.subscribe("clock", subscriber("clock"))
+    try:
+        assert forward() == ["first forward model/0", "clock forward model/0"]
+        hung = hooks(model)
+        with pytest.raises(MismatchError, match="module model/2, which the job does not have"):
+            stream.subscribe("plan", subscriber("second", "model/0", "model/2"))
+        assert (forward(), hooks(model)) == (["first forward model/0", "clock forward model/0"], hung)
+        stream.subscribe("plan", subscriber("third", "model/1"))
+        assert (forward(), hooks(model)) == (["third forward model/1", "clock forward model/1"], hung)
+    finally:
+        stream.remove()
+    assert (forward(), hooks(model)) == ([], plain)
 
 
 def train_a_copy(_rank: int, model: nn.Module, out: str) -> None:

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from checkflow.anchors.stream import AnchorStream, Subscriber
 from checkflow.core.errors import TraceError
 from checkflow.core.graph import BOUNDARY, AnchorKey, AnchorKind, TrainingGraph
 from checkflow.core.state import module_names, parameter_paths
 from checkflow.core.training_step import TrainingStep
 from checkflow.planner.trace.trace import trace
-from checkflow.runtime.snapshot.anchors import AnchorHooks
 from tests.integration.test_closures import Job, lbfgs
 from tests.integration.test_modules import STEPS
 from tests.planner.iteration.test_optimizers import stepping_in_backward
@@ -92,26 +92,32 @@ class Executed:
     """The hooks of a plan that has work at each module and each gradient, in a job that trains."""
 
     def __init__(self, step: TrainingStep) -> None:
-        self._step, self.repeated, self._fired = step, set[str](), Sequence()
+        self._step, self._fired = step, Sequence()
+        self.repeated: list[str] = []
         gradients = {id(tensor): name for name, tensor in reversed(parameter_paths(step.models).items())}
-        keys = [
-            *(AnchorKey(AnchorKind.FORWARD, name) for name, _ in module_names(step.models)),
-            *(AnchorKey(AnchorKind.GRADIENT, name) for name in gradients.values()),
+        places = [
+            *((AnchorKind.FORWARD, name) for name, _ in module_names(step.models)),
+            *((AnchorKind.GRADIENT, name) for name in gradients.values()),
         ]
-        self._hooks = AnchorHooks(
-            step.models, step.optimizers, keys, self._fired.append, lambda *_: None, lambda: None, lambda: None,
-            on_repeated=self.repeated.add,
+        reached = self._fired.append
+        self._stream = AnchorStream(step.models, step.optimizers)
+        self._stream.subscribe(
+            "execution",
+            Subscriber(
+                places=frozenset(places), forward=reached, gradient=reached, step_begins=reached, step_ends=reached,
+                repeated=self.repeated.append,
+            ),
         )  # fmt: skip
 
     def iterate(self) -> Sequence:
         """The anchors of one iteration, from its boundary on."""
-        self._hooks.reset()
+        self._stream.boundary()
         self._fired.clear()
         self._step.run(self._step.batch)
         return list(self._fired)
 
     def remove(self) -> None:
-        self._hooks.remove()
+        self._stream.remove()
 
 
 def executed(make: Build) -> Sequence:
@@ -193,6 +199,6 @@ def test_a_closure_that_runs_more_than_once_has_no_sequence_and_both_say_so() ->
         job.iterate()
     finally:
         job.remove()
-    assert job.repeated == {"optimizer"}
+    assert {*job.repeated} == {"optimizer"}
     with pytest.raises(TraceError, match="runs its closure more than once"):
         record_step(step, name="job")

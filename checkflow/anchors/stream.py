@@ -1,0 +1,272 @@
+"""AnchorStream: the anchors of a job as training reaches them, numbered since the boundary.
+
+docs/explanation/boundaries.md, "Where hooks are", says where each kind hangs and what compiled code does with them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from checkflow.anchors import hooks, regions
+from checkflow.anchors.occurrences import Numbers, Place
+from checkflow.core.errors import MismatchError
+from checkflow.core.graph import AnchorKey, AnchorKind
+from checkflow.core.state import module_names, parameter_paths
+
+Told = Callable[[AnchorKey], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subscriber:
+    """Functions that a stream calls at events; what is None hears nothing of its event.
+
+    Attributes:
+        places: the modules and parameters whose anchors are wanted, each of which gets a hook.
+        forward: called with the key when a module of ``places`` runs forward, in evaluation too, outside of backward.
+        gradient: likewise for a parameter whose gradient was accumulated; see :meth:`AnchorStream.skip_gradients`.
+        step_begins: likewise for an optimizer that is about to write.
+        step_ends: likewise for an optimizer that has stepped.
+        model: called with the name and arguments of a whole model in training mode, outside of backward.
+        training: called after that, and when a module of ``places`` runs forward in training mode.
+        evaluation: called at each forward of a whole model in evaluation mode.
+        unseen: called when a hook is compiled, before the compiled code runs: its anchor will not be seen.
+        repeated: called with the name of an optimizer before it runs its closure again, and after a step that has not.
+    """
+
+    places: frozenset[Place] = frozenset()
+    forward: Told | None = None
+    gradient: Told | None = None
+    step_begins: Told | None = None
+    step_ends: Told | None = None
+    model: Callable[[str, Any], None] | None = None
+    training: Callable[[], None] | None = None
+    evaluation: Callable[[], None] | None = None
+    unseen: Callable[[], None] | None = None
+    repeated: Callable[[str], None] | None = None
+
+
+class AnchorStream:
+    """The anchors of one job, told to those who subscribe.
+
+    Each event has one table of the functions that it calls. What hangs last runs first: hooks are hung anew when a
+    subscriber comes or changes, those of whole models last, since a boundary comes before the anchors of a forward.
+
+    Attributes:
+        repeated: optimizers that run their closure more than once, or never.
+        steps: what is known of those that no hook sees.
+        hung: how many times hooks were hung.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        repeated: Iterable[str] = (),
+    ) -> None:
+        self._models = models
+        self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
+        self.repeated = set(repeated)
+        self._subscribers: dict[str, Subscriber] = {}
+        self._tables: dict[str, tuple[Callable[..., None], ...]] = {}
+        self._numbers = Numbers()
+        self._boundary = self.hung = 0  # number of the last boundary
+        self._gradients_matter = True  # otherwise nobody waits for them before the next step or boundary
+        self._unevaluated: set[str] = set()  # optimizers in a step that have not run their closure yet
+        self._fired: set[Place] = set()  # fired in uncompiled code, at least once
+        self._traced: set[Place] = set()  # compiled into code, and not fired since
+        self.steps = hooks.UnseenSteps()
+        self._look_again = False  # a hook was compiled
+        self._targets: dict[Place, Any] = {}
+        self._regions: dict[str, regions.CompiledRegion] = {}
+        self._inside: set[Place] = set()  # anchors of modules inside of compiled regions, without hooks
+        self._hangings: list[hooks.Hanging] = []
+
+    def subscribe(self, role: str, subscriber: Subscriber) -> None:
+        """Call a subscriber's functions from now on, and no more those of the one that had its role.
+
+        MismatchError if the job lacks one of its places; then everything stays as it is.
+        """
+        subscribers = {**self._subscribers, role: subscriber}
+        places = {place for one in subscribers.values() for place in one.places}
+        found = self._find_targets(places)
+        for kind, name in sorted(places - found.keys()):
+            what = {AnchorKind.FORWARD: "module", AnchorKind.GRADIENT: "parameter"}.get(kind, "optimizer")
+            raise MismatchError(f"the plan has an anchor at {what} {name}, which the job does not have")
+        self._subscribers, self._targets = subscribers, found
+        for event in (field.name for field in fields(Subscriber)[1:]):
+            self._tables[event] = tuple(filter(None, (getattr(one, event) for one in subscribers.values())))
+        self.hang()
+
+    def boundary(self) -> None:
+        """Number occurrences from 0 again: an iteration begins."""
+        self._boundary += 1
+        self._gradients_matter = True
+
+    def skip_gradients(self) -> None:
+        """Let the anchors at gradients pass in silence until an evaluation, an optimizer's step or a boundary.
+
+        A job has hundreds of them, and between checkpoints only the first says something new: that backward runs.
+        """
+        self._gradients_matter = False
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        while self._hangings:
+            self._hangings.pop().remove()
+
+    def hang(self) -> None:
+        """Hang hooks at all places that are wanted, in place of those that hang, and begin to number anew."""
+        self.remove()
+        self._regions = regions.compiled_regions(self._models)
+        self._look_again = False
+        self.hung += 1
+        self.boundary()
+        try:
+            self._inside = {place for place in sorted(self._targets) if not self._hang_at(place)}
+            for name, model in self._models.items():
+                self._hangings.append(hooks.around_forward(model, self._model_hook(name), with_keywords=True))
+            self._hangings.append(hooks.around_steps(self._before_step, self._after_step, self.steps))
+        except BaseException:
+            self.remove()
+            raise
+
+    def _hang_at(self, place: Place) -> bool:
+        """Hang one hook, unless it is a module's that runs inside of compiled code; returns whether it does not."""
+        target = self._targets[place]
+        if place[0] is AnchorKind.GRADIENT and target is not None:
+            self._hangings.append(hooks.at_gradient(target, self._gradient_hook(place)))
+        elif place[0] is AnchorKind.FORWARD:
+            entry = regions.entry_of(self._regions, place[1], target)
+            if entry is None:
+                return False
+            if place[1] in self._regions or place not in self._traced:
+                # A hook that was once compiled into a function is not hung again: the function would be recompiled.
+                self._hangings.append(hooks.around_forward(entry, self._forward_hook(place)))
+        return True
+
+    @property
+    def silent(self) -> frozenset[Place]:
+        """The wanted forward anchors that do not fire before their module runs.
+
+        If anything is compiled, each must have fired once: code compiled before the hooks were hung bypasses them.
+        """
+        compiled, known = regions.anything_compiled(), self._inside | self._traced
+        if not (compiled or known):
+            return frozenset()
+        forward = {place for place in self._targets if place[0] is AnchorKind.FORWARD}
+        passed_by = forward - self._fired if compiled else set()
+        return frozenset(forward & known | passed_by)
+
+    def outdated(self, *, replaced: bool) -> bool:
+        """Whether modules or parameters lack hooks: they were compiled, or, if ``replaced``, maybe replaced."""
+        looking, self._look_again = replaced or self._look_again, False
+        if looking and (regions.compiled_regions(self._models) != self._regions or not self._same_targets()):
+            return True
+        return not all(hanging.in_place() for hanging in self._hangings if hanging.in_place is not None)
+
+    def _same_targets(self) -> bool:
+        found = self._find_targets(self._targets)
+        return all(found.get(place) is target for place, target in self._targets.items())
+
+    def _find_targets(self, places: Iterable[Place]) -> dict[Place, Any]:
+        """What the job has of these places: modules and parameters; None for a frozen parameter, and for others."""
+        optimizers = dict.fromkeys(self._optimizers.values())
+        parameters = parameter_paths(self._models).items()
+        have: dict[AnchorKind, Mapping[str, Any]] = {
+            AnchorKind.BOUNDARY: {"": None},
+            AnchorKind.FORWARD: dict(module_names(self._models)),
+            AnchorKind.GRADIENT: {name: tensor if tensor.requires_grad else None for name, tensor in parameters},
+            AnchorKind.OPTIMIZER_PRE: optimizers,
+            AnchorKind.OPTIMIZER_POST: optimizers,
+        }
+        return {(kind, name): have[kind][name] for kind, name in places if name in have[kind]}
+
+    def _model_hook(self, name: str) -> hooks.Before:
+        def reached(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            if regions.in_backward():
+                return
+            if module.training:
+                for tell in self._tables["model"]:
+                    tell(name, (arguments, keywords))
+                for tell in self._tables["training"]:
+                    tell()
+            else:
+                self._gradients_matter = True  # a backward that follows is training again
+                for tell in self._tables["evaluation"]:
+                    tell()
+
+        return hooks.outside(reached)
+
+    def _forward_hook(self, place: Place) -> hooks.Before:
+        occurrences = self._numbers[place]
+
+        def reached(module: nn.Module, _arguments: Any) -> None:
+            if regions.in_backward():
+                return
+            if module.training:
+                for tell in self._tables["training"]:
+                    tell()
+            self._fired.add(place)
+            if self._traced:
+                self._traced.discard(place)
+            key = occurrences.next(self._boundary)
+            for tell in self._tables["forward"]:
+                tell(key)
+
+        def note_compiled() -> bool:
+            self._traced.add(place)
+            self._look_again = True
+            for tell in self._tables["unseen"]:
+                tell()
+            return True
+
+        return hooks.outside(reached, note_compiled)
+
+    def _gradient_hook(self, place: Place) -> Callable[[torch.Tensor], None]:
+        occurrences = self._numbers[place]
+
+        def hook(_parameter: torch.Tensor) -> None:
+            if self._gradients_matter:
+                key = occurrences.next(self._boundary)
+                for tell in self._tables["gradient"]:
+                    tell(key)
+
+        return hook
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
+        name = self._optimizers.get(id(optimizer))
+        if name is None:
+            return None
+        begins, again = functools.partial(self._step_begins, name), functools.partial(self._repeats, name)
+        guarded = hooks.guard_closure(arguments, keywords, begins, again)
+        if guarded is not None:
+            self._unevaluated.add(name)
+        return guarded
+
+    def _step_begins(self, name: str) -> None:
+        self._unevaluated.discard(name)
+        key = self._numbers[AnchorKind.OPTIMIZER_PRE, name].next(self._boundary)
+        for tell in self._tables["step_begins"]:
+            tell(key)
+
+    def _repeats(self, name: str) -> None:
+        for tell in self._tables["repeated"]:
+            tell(name)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+        name = self._optimizers.get(id(optimizer))
+        if name is None:
+            return
+        if name in self._unevaluated:
+            self._unevaluated.discard(name)
+            self._repeats(name)
+        self._gradients_matter = True
+        key = self._numbers[AnchorKind.OPTIMIZER_POST, name].next(self._boundary)
+        for tell in self._tables["step_ends"]:
+            tell(key)
