@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.gpu.worker import scratch
@@ -71,22 +70,3 @@ def leave_memory(options: Options, send: Send) -> None:
     tier.allocate(1, 4096, None)
     send({"left": str(tier._path)})
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def use_memory(options: Options, send: Send) -> None:
-    """With something in the place of torch that says when it is asked to give memory back."""
-
-    def say() -> None:
-        os.write(1, b"given back\n")
-
-    cuda: Any = SimpleNamespace(is_initialized=lambda: options["used"], empty_cache=say)
-    sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # type: ignore[assignment]
-
-
-def meet(options: Options, send: Send) -> None:
-    """Return when the other one of a pair is here too."""
-    folder = Path(options["folder"])
-    (folder / f"{options['pair']} {os.getpid()}").touch()
-    while len(list(folder.glob(f"{options['pair']} *"))) < 2:
-        time.sleep(0.01)
-    send({"others": sorted({file.name.partition(" ")[0] for file in folder.iterdir()})})
