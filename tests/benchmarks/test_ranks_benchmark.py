@@ -35,8 +35,3 @@ def test_what_is_over_its_bar_is_said() -> None:
     )  # fmt: skip
     lines = ranks.table({**ranks.BARS, **beside, "collectives": 1}).splitlines()
     assert [line.split()[0] for line in lines if line.endswith("over")] == ["collectives"]
-
-
-def test_the_99th_percentile() -> None:
-    assert ranks.p99([float(number) for number in range(100)]) == 99
-    assert ranks.p99([1.0]) == 1

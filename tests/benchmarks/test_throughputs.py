@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks import sharded_llama, throughputs
-from benchmarks.published import PUBLISHED, Published
+from benchmarks.published import PUBLISHED
 from benchmarks.throughput_models import TASKS, training_step
 from checkflow.core.machine.device import CATALOGUE
 from checkflow.planner.trace.trace import trace
-from tests.benchmarks.test_paper_tables import assert_same
+from tests.benchmarks.test_paper_tables import differences
 
 DATA = json.loads(throughputs.RESULTS.read_text())
 VERSION = torch.__version__.partition("+")[0]
@@ -32,23 +32,21 @@ def test_figures_are_those_of_the_published_rows() -> None:
 
 @SAME_TORCH
 def test_inputs_are_todays() -> None:
-    assert_same(throughputs.inputs(), DATA["inputs"])
+    assert differences(throughputs.inputs(), DATA["inputs"]) == []
 
 
-@pytest.mark.parametrize("row", DATA["rows"], ids=lambda row: f"{row['card']}, {throughputs._what(row)}")
-def test_within_the_factor(row: dict[str, float]) -> None:
-    assert 1 / throughputs.WITHIN <= row["predicted"] / row["published"] <= throughputs.WITHIN
-
-
-@pytest.mark.parametrize("row", DATA["several_ranks"], ids=lambda row: f"{row['ranks']} {row['card']}")
-def test_several_ranks_are_within_the_factor(row: dict[str, float]) -> None:
-    assert 1 / throughputs.WITHIN <= row["predicted"] / row["tokens_per_second"] <= throughputs.WITHIN
+def test_all_are_within_the_factor() -> None:
+    ratios = [(f"{row['card']}, {throughputs._what(row)}", row["predicted"] / row["published"]) for row in DATA["rows"]]
+    for row in DATA["several_ranks"]:
+        what = f"{row['ranks']} {row['card']}, {row['checkpointing']}"
+        ratios.append((what, row["predicted"] / row["tokens_per_second"]))
+    assert [found for found in ratios if not 1 / throughputs.WITHIN <= found[1] <= throughputs.WITHIN] == []
 
 
 @SAME_TORCH
 @pytest.mark.slow
 def test_several_ranks_are_predicted_as_today() -> None:
-    assert_same(sharded_llama.measure(sharded_llama.PUBLISHED_RUNS[0]), DATA["several_ranks"][0])
+    assert differences(sharded_llama.measure(sharded_llama.PUBLISHED_RUNS[0]), DATA["several_ranks"][0]) == []
 
 
 def test_three_figures_a_card_of_two_models_at_least() -> None:
@@ -72,9 +70,12 @@ AGAIN = [
 
 
 @SAME_TORCH
-@pytest.mark.parametrize("row", AGAIN, ids=lambda row: f"{row.card}, {row.task}, {row.precision}")
-def test_figures_made_anew(row: Published) -> None:
-    assert_same(throughputs.measure(row), DATA["rows"][PUBLISHED.index(row)])
+def test_figures_made_anew() -> None:
+    lines: list[str] = []
+    for row in AGAIN:
+        what = f"{row.card}, {row.task}, {row.precision}"
+        lines += differences(throughputs.measure(row), DATA["rows"][PUBLISHED.index(row)], what)
+    assert lines == []
 
 
 # As their papers and sources count them.
@@ -94,11 +95,12 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize(("task", "count"), PARAMETERS.items(), ids=PARAMETERS)
-def test_parameters(task: str, count: int) -> None:
-    with torch.device("meta"):
-        model = TASKS[task].build()
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
+def test_parameters() -> None:
+    found = {}
+    for task in PARAMETERS:
+        with torch.device("meta"):
+            found[task] = sum(parameter.numel() for parameter in TASKS[task].build().parameters())
+    assert found == PARAMETERS
 
 
 @pytest.mark.slow
