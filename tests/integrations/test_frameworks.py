@@ -26,9 +26,9 @@ from tests.support.waiting import wait_for
 ROOT = Path(__file__).parents[2]
 
 
-def run(name: str, folder: Path, kills: int) -> list[int]:
+def run(name: str, folder: Path) -> list[int]:
     """How each life of a job ended."""
-    command = [sys.executable, "-m", "tests.support.programs.framework_jobs", name, str(folder), str(kills)]
+    command = [sys.executable, "-m", "tests.support.programs.framework_jobs", name, str(folder)]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     ends = json.loads(made.stdout.splitlines()[-1])
@@ -61,11 +61,10 @@ def assert_same(one: Any, other: Any, place: str = "") -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [KILLS])
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_anywhere_and_asked_to_end_a_job_ends_the_same(name: str, kills: int, tmp_path: Path) -> None:
-    ends = run(name, tmp_path, kills)
-    assert ends[1:-2] == [-signal.SIGKILL] * kills
+def test_killed_anywhere_and_asked_to_end_a_job_ends_the_same(name: str, tmp_path: Path) -> None:
+    ends = run(name, tmp_path)
+    assert ends[1:-2] == [-signal.SIGKILL] * KILLS
     assert ends[-2] == 75  # asked to end
     rows = used(tmp_path, "cut")
     assert rows == used(tmp_path, "whole")

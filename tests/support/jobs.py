@@ -30,7 +30,7 @@ from tests.support.waiting import wait_for
 EPOCHS, SAMPLES, BATCH = 3, 22, 4
 GRACE_SECONDS = 3600.0  # from a signal to the end: a boundary comes sooner, however busy the machine is
 BATCHES = -(-SAMPLES // BATCH)
-KILLS = int(os.environ.get("CHECKFLOW_KILLS", "8"))  # of a job in a slow test; 30 by hand
+KILLS = int(os.environ.get("CHECKFLOW_KILLS", "4"))  # of a job in a slow test; 30 by hand
 PLACES = ("forward", "backward", "step", "after step", "validation", "epoch end")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import random
@@ -67,32 +68,25 @@ small_timelines = strategies.integers(0, 2**32).map(
 )
 
 
-def best_of_all(timeline: Timeline, asked: dict[str, Any], limit: float) -> tuple[int, Best, float] | None:
-    """By exhaustive search: the smallest interval, its best schedule, and the seconds that training waits.
+def best_at(timeline: Timeline, asked: dict[str, Any], interval: int) -> tuple[int, Best, float] | None:
+    """By exhaustive search: the interval, its best schedule, and the seconds that training waits.
 
     At one byte per second over the link and two inside the device, a byte that is waited for and a snapshot take a
     second each.
     """
     share, policy = asked["overhead"], asked["policy"]
     queue = timeline.queued_bytes(1.0)[0]  # of training's own traffic: it goes before the first byte that is waited for
-    for interval in range(1, (asked["max_interval"] or 1) + 1):
-        budget = timeline.state_bytes if share is None else share * interval * timeline.iteration_seconds + 1e-9
-        costs = {0: 0.0}
-        if share is not None and policy == "direct":
-            costs |= {wait: queue + wait for wait in range(1, timeline.state_bytes + 1) if queue + wait <= budget}
-        found = [
-            (best.peak_bytes, cost + best.snapshot_bytes, best, cost)
-            for wait, cost in costs.items()
-            if (
-                best := search(
-                    timeline, policy, most_snapshots=int(budget - cost), iterations=interval, waits={0: wait}
-                )
-            )
-        ]
-        least = min(found, default=None, key=lambda row: row[:2])
-        if least is not None and least[0] <= limit:
-            return interval, least[2], least[3]
-    return None
+    budget = timeline.state_bytes if share is None else share * interval * timeline.iteration_seconds + 1e-9
+    costs = {0: 0.0}
+    if share is not None and policy == "direct":
+        costs |= {wait: queue + wait for wait in range(1, timeline.state_bytes + 1) if queue + wait <= budget}
+    found = [
+        (best.peak_bytes, cost + best.snapshot_bytes, best, cost)
+        for wait, cost in costs.items()
+        if (best := search(timeline, policy, most_snapshots=int(budget - cost), iterations=interval, waits={0: wait}))
+    ]
+    least = min(found, default=None, key=lambda row: row[:2])
+    return None if least is None else (interval, least[2], least[3])
 
 
 @pytest.mark.slow
@@ -104,11 +98,16 @@ def test_every_request_is_answered_as_exhaustive_search_would(timeline: Timeline
     limits = [asked["memory_limit_bytes"]] if asked["memory_limit_bytes"] is not None else []
     limits += [training + asked["extra_memory_bytes"]] if asked["extra_memory_bytes"] is not None else []
     limit = min(limits, default=math.inf)
-    best = best_of_all(timeline, asked, limit)
+    searched = functools.cache(functools.partial(best_at, timeline, asked))
+
+    def smallest_within(limit: float) -> tuple[int, Best, float] | None:
+        rows = (searched(interval) for interval in range(1, asked["max_interval"] + 1))
+        return next((row for row in rows if row is not None and row[1].peak_bytes <= limit), None)
+
+    best = smallest_within(limit)
     over = best is None and asked["relax_memory"]
     if over:  # the least peak of the longest interval, and the smallest interval that has it
-        peaks = [best_of_all(timeline, {**asked, "max_interval": asked["max_interval"]}, peak) for peak in range(20)]
-        best = next((found for found in peaks if found is not None), None)
+        best = next((row for peak in range(20) if (row := smallest_within(peak)) is not None), None)
     assert (outcome.plan is not None) == (best is not None)
     if best is None:
         assert outcome.plan is None

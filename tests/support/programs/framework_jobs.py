@@ -1,7 +1,8 @@
-"""Small jobs of other training frameworks, with checkflow, that kill themselves: ``framework_jobs NAME FOLDER KILLS``.
+"""Small jobs of other training frameworks, with checkflow, that kill themselves: ``framework_jobs NAME FOLDER``.
 
-A framework is imported once, and each life of a job is a fork. A life is killed at a random place: where a sample is
-fetched, in a forward pass, in validation, after an optimizer's step. ``<folder>/whole`` has the uninterrupted job.
+A framework is imported once, and each life of a job is a fork. Lives are killed at each place in turn, the how manieth
+time by chance: where a sample is fetched, in a forward pass, in validation, after an optimizer's step.
+``<folder>/whole`` has the uninterrupted job.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
-SAMPLES, BATCH, EPOCHS = 18, 4, 32  # iterations for thirty kills
+from tests.support.jobs import KILLS
+
+SAMPLES, BATCH = 18, 4
+EPOCHS = KILLS + 6  # iterations for as many kills
 PLACES = ("fetch", "forward", "evaluate", "step")
 Cut = tuple[str, int, int] | None  # where, the how manieth time in this life, which signal
 
@@ -226,7 +230,7 @@ def live(name: str, folder: Path, seed: int, cut: Cut) -> int:
         os._exit(code)
 
 
-def main(name: str, folder: Path, kills: int) -> None:
+def main(name: str, folder: Path) -> None:
     """Prints how each life ended, as JSON."""
     torch.set_num_threads(1)
     for module in ("lightning.pytorch", "transformers", "accelerate"):
@@ -234,16 +238,16 @@ def main(name: str, folder: Path, kills: int) -> None:
             __import__(module)
     draw = random.Random(name)
     ends = [live(name, folder / "whole", 0, None)]
-    number, last = signal.SIGKILL, len(ends) + kills
-    while len(ends) < last:
-        place = draw.choice(PLACES[:2] + PLACES[3:] if name == "accelerate" else PLACES)
+    places = [place for place in draw.sample(PLACES, len(PLACES)) if (name, place) != ("accelerate", "evaluate")]
+    for kill in range(KILLS):
+        place = places[kill % len(places)]
         count = draw.randint(1, 5) * (4 if place == "fetch" else 1)
         begun = any((folder / "cut").glob("step-*"))  # otherwise the next life is a new job, of its own seed
-        ends.append(live(name, folder / "cut", len(ends) if begun else 0, (place, count, number)))
+        ends.append(live(name, folder / "cut", len(ends) if begun else 0, (place, count, signal.SIGKILL)))
     ends.append(live(name, folder / "cut", 98, ("step", 2, signal.SIGTERM)))
     ends.append(live(name, folder / "cut", 99, None))
     sys.stdout.write(json.dumps(ends) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]))
