@@ -99,10 +99,15 @@ PUBLISHED_RUNS = (
 )
 
 
-def measure(row: PublishedRun) -> dict[str, Any]:
-    """The run and what is predicted of it, communication included."""
+def measure(row: PublishedRun, layers: int | None = None) -> dict[str, Any]:
+    """The run and what is predicted of it, communication included.
+
+    Args:
+        layers: of a smaller model, whose prediction changes with that of the whole one.
+    """
     device = find_device(row.card)
-    subject = Subject(__file__, row.batch_size, {"checkpointing": row.checkpointing}, None)
+    settings = {"checkpointing": row.checkpointing} | ({} if layers is None else {"layers": str(layers)})
+    subject = Subject(__file__, row.batch_size, settings, None)
     request = PlanRequest(
         bandwidth_bytes_per_second=device.link_bandwidth_bytes_per_second,
         memory_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second,

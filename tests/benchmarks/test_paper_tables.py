@@ -44,6 +44,11 @@ def differences(found: Any, expected: Any, what: str = "") -> list[str]:
     return sorted(lines)
 
 
+def assert_same(found: Any, expected: Any) -> None:
+    lines = differences(found, expected)
+    assert not lines, "\n".join(lines)
+
+
 def test_document_is_what_the_figures_render_to() -> None:
     assert paper_tables.DOCUMENT.read_text() == paper_document.render(DATA), "run python -m benchmarks.paper_tables"
 
@@ -58,7 +63,7 @@ def test_figures_are_complete() -> None:
 
 @pytest.mark.skipif(DATA["inputs"]["torch"] != VERSION, reason="another torch may trace other operators")
 def test_inputs_are_todays() -> None:
-    assert differences(paper_tables.inputs(), DATA["inputs"]) == []
+    assert_same(paper_tables.inputs(), DATA["inputs"])
 
 
 @pytest.mark.skipif(DATA["inputs"]["torch"] != VERSION, reason="another torch may trace other operators")
@@ -67,7 +72,7 @@ def test_figures_of_alexnet_made_anew() -> None:
     lines: list[str] = []
     for subject in (row for row in paper_tables.subjects() if row[0] == "alexnet"):
         lines += differences(paper_tables.measure(*subject), paper_document.subject(DATA, *subject), str(subject))
-    assert lines == []
+    assert not lines, "\n".join(lines)
 
 
 @pytest.mark.parametrize("batch_size", [32, 1024])
