@@ -7,6 +7,7 @@ time by chance: where a sample is fetched, in a forward pass, in validation, aft
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -233,9 +234,10 @@ def live(name: str, folder: Path, seed: int, cut: Cut) -> int:
 def main(name: str, folder: Path) -> None:
     """Prints how each life ended, as JSON."""
     torch.set_num_threads(1)
-    for module in ("lightning.pytorch", "transformers", "accelerate"):
+    for module in ("lightning.pytorch", "transformers.trainer", "accelerate"):
         if module.startswith(name.partition("_")[0]):
-            __import__(module)
+            importlib.import_module(module)
+    importlib.import_module("torch._dynamo")  # as an optimizer's first step does, in each life
     draw = random.Random(name)
     ends = [live(name, folder / "whole", 0, None)]
     places = [place for place in draw.sample(PLACES, len(PLACES)) if (name, place) != ("accelerate", "evaluate")]
