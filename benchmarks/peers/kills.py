@@ -136,7 +136,7 @@ def _left(context: ForkServerContext, peer: str, case: str, directory: Path, sta
 def kill_saves(peer: str, case: str, kills: int, *, directory: Path, seed: int) -> Kills | Failure:
     """Kill that many second saves of one peer."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.peers.peers"])
+    context.set_forkserver_preload(["benchmarks.peers.peers", "torch._dynamo"])  # an optimizer's first step imports it
     moments = random.Random(seed)
     whole: list[float] = []
     left: Counter[str] = Counter()
