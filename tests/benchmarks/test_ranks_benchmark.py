@@ -13,7 +13,7 @@ SMALL = ranks.Size(width=256, layers=2, iterations=24, every=4)
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
-    found = ranks.measure(3, tmp_path, SMALL)
+    found = ranks.measure(2, tmp_path, SMALL)
     parameters = 2 * (256 * 256 + 256)
     assert found["state_bytes"] == 3 * 4 * parameters + 4 * 4  # Adam's moments, and its step of each parameter
     assert (found["versions"], found["failed"], found["collectives"]) == (6, 0, 0)
