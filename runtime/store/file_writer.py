@@ -226,6 +226,7 @@ class Checksums:
                 self._update(data)
             except BaseException as reason:  # noqa: BLE001 - the thread that writes raises it
                 error = reason
+            data = None  # or it would stay in memory until there is more
             self._done.put(error)
 
     def _update(self, data: memoryview) -> None:

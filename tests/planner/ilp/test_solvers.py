@@ -23,7 +23,7 @@ from checkflow.core.errors import SolverError
 from checkflow.planner.ilp import cbc, gurobi, highs, solvers
 from checkflow.planner.ilp.search import nothing_printed
 from checkflow.planner.ilp.solvers import NothingFoundError, Solve, SolverChoice, SolverName, solve
-from tests.support.waiting import PATIENCE_SECONDS, wait_for
+from tests.support.waiting import PATIENCE_SECONDS, blocked, wait_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -326,7 +326,9 @@ def test_two_at_once_put_standard_output_back(capfd: pytest.CaptureFixture[str])
     thread = threading.Thread(target=other)
     with nothing_printed():
         thread.start()
-        inside.wait(0.2)  # it must not get there; were it to, it would put back what leads nowhere
+        stands_still = blocked(thread)
+        wait_for(lambda: stands_still() or inside.is_set())
+        assert not inside.is_set()  # it would put back what leads nowhere
     leave.set()
     thread.join()
     os.write(1, b"after\n")

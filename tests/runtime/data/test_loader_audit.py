@@ -1,8 +1,8 @@
 """The audit of checkflow.DataLoader: a run interrupted anywhere gives what the uninterrupted one gives, byte by byte.
 
-Every combination of order, batch size, ``drop_last``, ``collate_fn``, and seed (given or drawn) is interrupted before
-and after every batch of two or three epochs without workers, and at places that take turns with one and four workers,
-which persist or not. What is compared: the batches' bytes, and what the loop draws from torch's generator between them.
+Every pair of order, batch size, ``drop_last``, ``collate_fn`` and seed (given or drawn) is interrupted before and after
+every batch of two or three epochs without workers, and at some places with one and four workers, which persist or not.
+What is compared: the batches' bytes, and what the loop draws from torch's generator between them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRandomSampler, _utils
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.data.order import Share
 from checkflow.runtime.data.samplers import BLOCK
 from checkflow.runtime.format import codec
+from tests.support.pairing import pairs
 from tests.support.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker:UserWarning")
@@ -131,9 +132,12 @@ class Case:
         return 2 + SIZE // self.batch_size if self.order == "endless" else None
 
 
-def cases(order: str, collate: str) -> list[Case]:
-    sizes, drops = ((1,), (False,)) if order == "not batched" else (BATCH_SIZES, (False, True))
-    return [Case(order, collate, *rest) for rest in itertools.product(sizes, drops, (7, None))]
+def cases(**workers: Any) -> tuple[str, list[Any]]:
+    """Pairs of what a case is made of, and of these; what is not batched has neither batch sizes nor a last batch."""
+    batched = [order for order in ORDERS if order != "not batched"]
+    always: dict[str, Any] = {"collate": list(COLLATES), "seed": (7, None), **workers}
+    names, found = pairs(order=batched, batch_size=BATCH_SIZES, drop_last=(False, True), **always)
+    return names, found + pairs(order=["not batched"], batch_size=[1], drop_last=[False], **always)[1]
 
 
 def raw(batch: Any) -> Any:
@@ -253,56 +257,45 @@ def assert_right(case: Case, seen: list[tuple[int, Any, float]]) -> None:
     assert len({one for *_, one in drawn}) == len({(number, index) for number, index, _ in drawn}) == len(drawn)
 
 
-@pytest.mark.parametrize("collate", COLLATES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_interrupted_anywhere(order: str, collate: str) -> None:
-    for case in cases(order, collate):
+@pytest.mark.parametrize(*cases())
+def test_interrupted_anywhere(order: str, batch_size: int, drop_last: bool, collate: str, seed: int | None) -> None:
+    case, data = Case(order, collate, batch_size, drop_last, seed), Images()
+    seen, places = uninterrupted(case.loader(data), case)
+    assert_right(case, seen)
+    whole, asked = raw_rows(seen), data.asked
+    used = [len(samples(batch, case)) for _, batch, _ in seen]
+    for place in places:
         data = Images()
-        seen, places = uninterrupted(case.loader(data), case)
-        assert_right(case, seen)
-        whole, asked = raw_rows(seen), data.asked
-        used = [len(samples(batch, case)) for _, batch, _ in seen]
-        for place in places:
-            data = Images()
-            found = rest(case.loader(data), case, place)
-            assert found == whole[place.batches :], (case, place.batches)
-            assert data.asked == asked[sum(used[: place.batches]) :], (case, place.batches)  # skipping loads nothing
+        found = rest(case.loader(data), case, place)
+        assert found == whole[place.batches :], place.batches
+        assert data.asked == asked[sum(used[: place.batches]) :], place.batches  # skipping loads nothing
 
 
 KINDS = [(1, False), (1, True), (4, False), (4, True)]
-SETTINGS = list(itertools.product((False, True), (7, None)))  # drop_last, seed
 
 
-def worker_cases(order: str, collate: str, kind: int) -> list[Case]:
-    """A start of workers costs too much for every combination: each is had by one kind of workers."""
-    if order == "not batched":
-        return [Case(order, collate, 1, False, (7, None)[kind % 2])]
-    return [Case(order, collate, size, *SETTINGS[(kind + turn) % 4]) for turn, size in enumerate(BATCH_SIZES)]
-
-
-@pytest.mark.parametrize("collate", COLLATES)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", range(4), ids=[f"{number}{' persistent' * stay}" for number, stay in KINDS])
-def test_with_workers(kind: int, order: str, collate: str) -> None:
-    workers, persistent = KINDS[kind]
-    for turn, case in enumerate(worker_cases(order, collate, kind)):
-        seen, places = uninterrupted(case.loader(), case)
-        whole = raw_rows(seen)
-        loader = case.loader(num_workers=workers, persistent_workers=persistent)
-        if not persistent:
-            # One epoch, since each starts its workers anew: all that is left at a place of the last one.
-            last = [place for place in places if place.state["epoch"] == case.epochs - 1] or places
-            place = last[(kind + turn) % len(last)]
-            assert rest(loader, case, place) == whole[place.batches :], (case, place.batches)
-            continue
-        own, own_places = uninterrupted(loader, case)
-        assert raw_rows(own) == whole, case
-        # What was fetched ahead is no part of a place.
-        assert [place.state for place in own_places] == [place.state for place in places], case
-        for number in (turn, len(places) // 2, len(places) - 1):
-            place = places[min(number, len(places) - 1)]
-            assert rest(loader, case, place) == whole[place.batches :], (case, place.batches)
-        loader.end_workers()
+@pytest.mark.parametrize(*cases(workers=(1, 4), persistent=(False, True)))
+def test_with_workers(
+    order: str, batch_size: int, drop_last: bool, collate: str, seed: int | None, workers: int, persistent: bool
+) -> None:
+    case = Case(order, collate, batch_size, drop_last, seed)
+    seen, places = uninterrupted(case.loader(), case)
+    whole = raw_rows(seen)
+    loader = case.loader(num_workers=workers, persistent_workers=persistent)
+    if not persistent:
+        # One epoch, since each starts its workers anew: all that is left at a place of the last one.
+        last = [place for place in places if place.state["epoch"] == case.epochs - 1] or places
+        place = last[(workers + drop_last) % len(last)]
+        assert rest(loader, case, place) == whole[place.batches :], place.batches
+        return
+    own, own_places = uninterrupted(loader, case)
+    assert raw_rows(own) == whole
+    # What was fetched ahead is no part of a place.
+    assert [place.state for place in own_places] == [place.state for place in places]
+    for number in (int(drop_last), len(places) // 2, len(places) - 1):
+        place = places[min(number, len(places) - 1)]
+        assert rest(loader, case, place) == whole[place.batches :], place.batches
+    loader.end_workers()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
@@ -476,6 +469,7 @@ def test_a_worker_that_takes_too_long_is_no_end_of_an_epoch(monkeypatch: pytest.
     monkeypatch.delitem(sys.modules, "accelerate.state", raising=False)  # other tests may have imported it
     batches = iter(DataLoader(Stuck(), 2, seed=1, num_workers=1, timeout=PATIENCE_SECONDS))
     assert len([next(batches), next(batches)]) == 2
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # so long its end waits for this worker
     batches._rest._batches._timeout = 0.5  # the first ones took as long as it takes to start a worker
     for message in ("timed out", "ended with an error, and cannot go on"):
         kind, text = told(next, batches)

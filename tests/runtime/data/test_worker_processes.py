@@ -18,6 +18,7 @@ import torch
 import torchdata.stateful_dataloader
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import checkflow
 from checkflow import api
@@ -31,6 +32,7 @@ from tests.runtime.loop.test_preemption import newest, uninterrupted
 from tests.runtime.state.test_restore import assert_same_end
 from tests.runtime.test_checkpointer import make, make_plan, steps
 from tests.support import jobs
+from tests.support.pairing import pairs
 
 TERM = signal.SIGTERM
 LOST = "DataLoader worker (pid 1) is killed by signal: Terminated. "
@@ -65,9 +67,12 @@ MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
-@pytest.mark.parametrize("boundary", [True, False], ids=["at a boundary", "where it is"])
+@pytest.mark.parametrize(
+    *pairs(
+        kind=list(MAKERS), persistent={"": False, "persistent": True},
+        boundary={"at a boundary": True, "where it is": False},
+    )
+)  # fmt: skip
 def test_busy_workers_are_not_waited_for(
     kind: str, persistent: bool, boundary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +119,7 @@ def lose(job: jobs.Job) -> None:
             signal.signal(TERM, signal.SIG_DFL)
             os.kill(os.getpid(), TERM)
 
+    _MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.1,)  # so often torch looks
     os.register_at_fork(before=count, after_in_child=die)
     jobs.run(dataclasses.replace(job, group=False))
 

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from checkflow.cli.main import main
 from checkflow.core.errors import LockedError
 from checkflow.runtime.memory_tier import orphans, records, recovery
 from checkflow.runtime.memory_tier.records import LIFE, MARK, MOST_BYTES, OWNER
+from checkflow.runtime.system import fs
 from checkflow.torture.campaign import Campaign, Torture
 from tests.support.dead_jobs import (
     PER_EPOCH,
@@ -285,16 +285,27 @@ def test_what_another_process_uses_is_waited_for(tmp_path: Path, monkeypatch: py
             assert checkpointer.resumed_from == 7
 
 
-def test_the_last_breath_of_the_run_before_is_waited_for(tmp_path: Path) -> None:
+def test_the_last_breath_of_the_run_before_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was killed lets go of its lock a little after others see it dead."""
     directory = killed(tmp_path)
     owner = os.open(folder_of(directory) / OWNER, os.O_RDONLY)
     fcntl.flock(owner, fcntl.LOCK_EX)
-    end = threading.Timer(0.5, os.close, (owner,))
-    end.start()
+    real, refused = fs.flock_shared, 0
+
+    def flock_shared(fd: int) -> None:
+        nonlocal refused
+        try:
+            real(fd)
+        except BlockingIOError:
+            refused += 1
+            if refused == 2:
+                os.close(owner)
+            raise
+
+    monkeypatch.setattr(fs, "flock_shared", flock_shared)
     with resume(directory) as checkpointer:
         assert checkpointer.resumed_from == 7
-    end.join()
+    assert refused == 2
 
 
 def test_ls_tells_what_the_next_run_will_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

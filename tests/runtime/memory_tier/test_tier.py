@@ -41,6 +41,7 @@ from tests.support.dead_jobs import (
     resume,
     train,
 )
+from tests.support.waiting import blocked, wait_for
 
 pytestmark = needs_memory
 
@@ -205,8 +206,7 @@ def test_a_record_that_is_just_being_made_is_removed_when_its_plan_is_refuted(
         assert inside.wait(10)
         other = threading.Thread(target=tier.distrust, args=(capture[0].plan_digest,))
         other.start()
-        other.join(0.3)
-        assert other.is_alive()  # it waits for the record to be there, and removes it then
+        wait_for(blocked(other))  # until the record is there, which it removes then
         go_on.set()
         keeper.join()
         other.join()

@@ -10,7 +10,6 @@ import os
 import queue
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from tests.support.reading_tools import (
     targets,
 )
 from tests.support.store_tools import read_all
-from tests.support.waiting import wait_for
+from tests.support.waiting import blocked, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -311,10 +310,10 @@ def test_signals_that_arrive_while_threads_are_awaited_are_raised_when_all_have_
         if told:
             assert waits.wait(120)
             for sent in range(told):
-                time.sleep(0.1)  # the main thread is held in the wait by now, and again
+                wait_for(blocked(threading.main_thread()))  # held in the wait, and again
                 os.kill(os.getpid(), signal.SIGINT)
                 wait_for(lambda sent=sent: len(arrived) > sent)
-            time.sleep(0.3)  # an error that does not wait is out by now
+            wait_for(blocked(threading.main_thread()))  # an error that does not wait would be out
         used.append(number)
 
     monkeypatch.setattr(Reader, "wait", wait)

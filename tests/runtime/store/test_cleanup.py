@@ -29,7 +29,7 @@ from checkflow.runtime.system import fs
 from tests.runtime.store.test_store import CONTENT, LAYOUT, commit, new_store, newest, steps
 from tests.support.faults import CUTS, Disk, Faults, Killed
 from tests.support.store_tools import recover, tree
-from tests.support.waiting import wait_for
+from tests.support.waiting import blocked, wait_for
 
 
 @pytest.fixture
@@ -398,7 +398,7 @@ def test_a_store_is_closed_when_what_it_writes_is_written(directory: Path) -> No
     def image(file: Any) -> Iterator[memoryview]:
         if not closing.ident:
             closing.start()
-            closing.join(0.1)  # no longer: it waits for this thread
+            wait_for(blocked(closing))  # by this thread
         yield from image_of(1)(file)
 
     store.commit(1, LAYOUT, image, b"extra 1", {"seed": 1})

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from checkflow.runtime.store.file_writer import write_file
 from checkflow.runtime.system import aligned_memory, fs
 from checkflow.runtime.system.aligned_memory import scratch
 from tests.support.faults import all_direct
+from tests.support.pairing import pairs
+from tests.support.waiting import PATIENCE_SECONDS
 
 SEED = np.random.default_rng(5)
 RANDOM = SEED.integers(0, 256, 3 * BLOCK_BYTES, np.uint8).tobytes()
@@ -115,15 +118,20 @@ def test_files_of_whole_blocks_and_a_little_more_or_less(tmp_path: Path, folder:
 def test_pieces_may_be_made_in_one_place(tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a piece showed may change when the next one is asked for: checksums are of what was written.
 
-    Each checksum is made as late as it can be: it is waited for, or else made of the next piece.
+    Each checksum is made as late as it can be: when it is waited for, or else when the next piece is there.
     """
     view = scratch(file_writer.THREAD_BYTES)
     asked = threading.Semaphore(0)
-    real = file_writer.Checksums._update
+    real, real_wait = file_writer.Checksums._update, file_writer.Checksums.wait
 
     def update(self: file_writer.Checksums, data: memoryview) -> None:
-        asked.acquire(timeout=0.05)
+        assert asked.acquire(timeout=PATIENCE_SECONDS)
         real(self, data)
+
+    def wait(self: file_writer.Checksums) -> None:
+        if self._outstanding:
+            asked.release(self._outstanding)
+        real_wait(self)
 
     def pieces() -> Iterator[memoryview]:
         for number in range(4):
@@ -134,8 +142,29 @@ def test_pieces_may_be_made_in_one_place(tmp_path: Path, folder: int, monkeypatc
         yield memoryview(b"end")
 
     monkeypatch.setattr(file_writer.Checksums, "_update", update)
+    monkeypatch.setattr(file_writer.Checksums, "wait", wait)
     entry = write_file(folder, "x", pieces())
     assert_written(tmp_path, entry, b"".join(bytes([n]) * len(view) for n in range(4)) + b"end")
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_was_written_is_held_by_nothing(folder: int, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    """Not even by the thread for checksums, which gets nothing of the pieces that are gathered next."""
+    if not direct:
+        monkeypatch.setattr(fs, "set_direct", refuse)
+    large = np.frombuffer(aligned(RANDOM[: file_writer.THREAD_BYTES]), np.uint8)
+    gone = weakref.ref(large)
+
+    def pieces() -> Iterator[memoryview]:
+        nonlocal large
+        yield memoryview(large)
+        del large
+        yield memoryview(b"small")
+        assert gone() is None
+        yield memoryview(b"end")
+
+    write_file(folder, "x", pieces())
+    assert gone() is None
 
 
 @pytest.mark.parametrize(
@@ -308,11 +337,14 @@ def raising(error: BaseException, at: int, real: Callable[..., Any]) -> Callable
     return call
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), Odd()], ids=repr)
-@pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("where", ["pwrite", "fsync", "set_direct", "hash", "pieces"])
+@pytest.mark.parametrize(
+    *pairs(
+        where=["pwrite", "fsync", "set_direct", "hash", "pieces"], at=[1, 2, 3],
+        error=[OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), Odd()],
+    )
+)  # fmt: skip
 def test_an_error_of_either_thread_is_raised(
-    folder: int, monkeypatch: pytest.MonkeyPatch, error: BaseException, at: int, where: str
+    folder: int, monkeypatch: pytest.MonkeyPatch, where: str, at: int, error: BaseException
 ) -> None:
     """And no thread, no descriptor stays. Each is met: a file of three runs and a tail has that many calls."""
     met = min(at, {"fsync": 1, "set_direct": 2 if can_direct(folder) else 1}.get(where, 3))

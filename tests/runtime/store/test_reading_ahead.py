@@ -26,6 +26,7 @@ from checkflow.runtime.store.reader import Checkpoint, open_checkpoint
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from checkflow.runtime.system.aligned_memory import no_collection
+from tests.support.pairing import pairs
 from tests.support.reading_tools import (
     BLOCKS,
     CONTENT,
@@ -38,7 +39,7 @@ from tests.support.reading_tools import (
     targets,
 )
 from tests.support.store_tools import fill, record
-from tests.support.waiting import wait_for
+from tests.support.waiting import blocked, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -182,8 +183,9 @@ def test_reading_ahead_has_begun_when_all_threads_that_there_are_have_started_an
         beginning = threading.Thread(target=ahead.begin)
         beginning.start()
         if threads > 1:
-            beginning.join(0.2)
-            assert beginning.is_alive()
+            wait_for(lambda: len(started) == threads)
+            for one in (*started[:-1], beginning):
+                wait_for(blocked(one))
             assert reads.empty()
         may_start.set()
         beginning.join(120)  # whatever those do that read
@@ -211,8 +213,7 @@ def test_reading_ahead_has_begun_when_some_are_about_to_read(
         beginning = threading.Thread(target=ahead.begin)
         beginning.start()
         for _ in range(min(threads, 2)):
-            beginning.join(0.1)
-            assert beginning.is_alive()
+            wait_for(blocked(beginning))
             tickets.release()
         beginning.join(120)
         assert not beginning.is_alive()
@@ -500,13 +501,14 @@ def read_rows(checkpoint: Checkpoint, found: dict[str, memoryview]) -> None:
 WAYS = [read_many, read_single, read_rows]
 
 
-@pytest.mark.parametrize("threads", [0, 1, THREADS + 1])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("old", "new"), [(b"     ", b"\t    "), (b'"a"', b'"c"'), (b'{"', b'["')])
+@pytest.mark.parametrize(
+    *pairs(threads=[0, 1, THREADS + 1], way=WAYS, change=[(b"     ", b"\t    "), (b'"a"', b'"c"'), (b'{"', b'["')])
+)
 def test_a_damaged_header_is_told_by_its_checksum_and_nothing_is_used(
-    same: Path, monkeypatch: pytest.MonkeyPatch, threads: int, way: Any, old: bytes, new: bytes
+    same: Path, monkeypatch: pytest.MonkeyPatch, threads: int, way: Any, change: tuple[bytes, bytes]
 ) -> None:
     """Whether it still is a header, or none that fits."""
+    old, new = change
     path = same / SAME.files[0].name
     data = path.read_bytes()
     assert old in data[8:4096]

@@ -27,6 +27,7 @@ from checkflow.runtime.store.store import Store
 from checkflow.runtime.system import fs
 from tests.faults.mounting import need_mount
 from tests.support.faults import CALLS, CUTS, ERRORS, Disk, Faults, Killed, all_direct
+from tests.support.pairing import pairs
 from tests.support.store_tools import fill, read_all, record, recover, small_layout, tree
 
 ROOT = Path(__file__).parents[3]
@@ -316,12 +317,22 @@ def test_on_a_full_disk_nobody_is_taken_for_the_holder(directory: Path) -> None:
         assert (directory / ".lock").read_bytes() == b""
 
 
-def test_a_writer_waits_for_the_end_of_another(directory: Path) -> None:
-    store = new_store(directory)
-    timer = threading.Timer(0.2, store.close)
-    timer.start()
+def test_a_writer_waits_for_the_end_of_another(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, real, refused = new_store(directory), fs.flock, 0
+
+    def flock(fd: int) -> None:
+        nonlocal refused
+        try:
+            real(fd)
+        except BlockingIOError:
+            refused += 1
+            if refused == 2:
+                store.close()
+            raise
+
+    monkeypatch.setattr(fs, "flock", flock)
     Store(directory, run_id="other", lock_wait_seconds=600).close()
-    timer.join()
+    assert refused == 2
 
 
 def _commit_in_child(store: Store, answers: multiprocessing.SimpleQueue[str]) -> None:
@@ -393,16 +404,15 @@ def prepare(directory: Path, count: int = 2) -> None:
             commit(store, step, step)
 
 
-CASES = [
-    pytest.param(3, id="new-step"),
-    pytest.param(2, id="same-step-again"),
-]
+CASES = {"new-step": 3, "same-step-again": 2}
 
 
-@pytest.mark.parametrize("step", CASES)
-@pytest.mark.parametrize("sticky", [False, True], ids=["once", "sticky"])
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    *pairs(
+        step=CASES, sticky={"once": False, "sticky": True}, after={"before": False, "after": True},
+        error={errno.errorcode[error]: error for error in ERRORS},
+    )
+)  # fmt: skip
 def test_any_call_may_fail(directory: Path, step: int, sticky: bool, after: bool, error: int) -> None:
     fail_at_every_call(directory, step, sticky, after, error)
 
@@ -449,7 +459,7 @@ def fail_at_every_call(directory: Path, step: int, sticky: bool, after: bool, er
     assert refused > 15
 
 
-@pytest.mark.parametrize("step", CASES)
+@pytest.mark.parametrize("step", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.usefixtures("each_way")
 def test_a_kill_at_any_call(directory: Path, step: int, after: bool) -> None:
@@ -627,7 +637,7 @@ def power_cut(directory: Path, step: int, at: int, *, lies: str = "") -> bool:
     return faults.met
 
 
-@pytest.mark.parametrize("step", CASES)
+@pytest.mark.parametrize("step", CASES.values(), ids=CASES)
 @pytest.mark.usefixtures("each_way")
 def test_a_power_cut_at_any_call(directory: Path, step: int) -> None:
     at = 1

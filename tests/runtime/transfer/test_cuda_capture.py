@@ -31,6 +31,7 @@ from checkflow.runtime.store.discovery import find
 from checkflow.runtime.transfer.cuda import CudaCopyEngine
 from tests.support.gpu.fake_device import FakeDevice, simulate_gpu
 from tests.support.oracle import Truth, assert_checkpoint_is, clone_state, random_plan, run_oracle
+from tests.support.waiting import blocked, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -446,7 +447,7 @@ def test_hooks_on_two_threads_come_one_after_the_other(tmp_path: Path, monkeypat
             if key == BOUNDARY:
                 inside.set()
                 other.start()
-                other.join(0.1)  # it cannot come in here
+                wait_for(blocked(other))  # it cannot come in here
                 left.set()
             elif not left.is_set():
                 overlapped.set()

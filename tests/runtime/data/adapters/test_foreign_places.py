@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import checkflow
 from checkflow.runtime.data.adapters.replay import SkippingLoader
 from tests.support import foreign
+from tests.support.pairing import pairs
 
 # Places that are behind
 
@@ -26,9 +27,7 @@ SHORT: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3, 5])
-@pytest.mark.parametrize("batches", [1, 2, 3])
-@pytest.mark.parametrize("kind", SHORT)
+@pytest.mark.parametrize(*pairs(kind=list(SHORT), batches=[1, 2, 3], ahead=[0, 1, 3, 5]))
 def test_goes_on_where_the_loop_is_epochs_ahead(kind: str, batches: int, ahead: int) -> None:
     def loop() -> foreign.Loop:
         return foreign.Loop(checkflow.resumable(SHORT[kind](batches)), ahead=ahead, counted=False)

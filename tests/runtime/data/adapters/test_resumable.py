@@ -33,6 +33,7 @@ from checkflow.runtime.data.worker_processes import WorkerShield
 from checkflow.runtime.format import codec
 from tests.support import foreign
 from tests.support.oracle import clone_state, random_plan, same_bits
+from tests.support.pairing import pairs
 
 
 def check_every_capture(kind: Callable[[], Any], *, take: int | None = None, **loop: Any) -> None:
@@ -63,12 +64,6 @@ AMBIGUOUS = ("own, at once", 0)
 def test_goes_on_from_every_batch(kind: str, ahead: int | None) -> None:
     if (kind, ahead) != AMBIGUOUS:
         check_every_capture(foreign.KINDS[kind], ahead=ahead)
-
-
-@pytest.mark.parametrize("ahead", [None, 1])
-@pytest.mark.parametrize("kind", foreign.WORKERS)
-def test_goes_on_with_workers(kind: str, ahead: int | None) -> None:
-    check_every_capture(foreign.WORKERS[kind], ahead=ahead)
 
 
 @pytest.mark.parametrize("kind", foreign.KINDS)
@@ -107,11 +102,9 @@ def test_goes_on_from_a_life_that_went_on(kind: str, ahead: int | None) -> None:
     check_lives(foreign.KINDS[kind], ahead=ahead)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", [None, 1])
-@pytest.mark.parametrize("kind", foreign.WORKERS)
-def test_goes_on_from_a_life_that_went_on_with_workers(kind: str, ahead: int | None) -> None:
-    check_lives(foreign.WORKERS[kind], ahead=ahead)
+@pytest.mark.parametrize(*pairs(kind=list(foreign.WORKERS), ahead=[None, 1], check=[check_every_capture, check_lives]))
+def test_goes_on_with_workers(kind: str, ahead: int | None, check: Any) -> None:
+    check(foreign.WORKERS[kind], ahead=ahead)
 
 
 class Chosen(StatefulDataLoader[Any]):

@@ -18,6 +18,7 @@ from checkflow.core.errors import MismatchError
 from checkflow.runtime.data.repeat.own_state import OwnState, walk
 from checkflow.runtime.data.repeat.used import MOST_INDICES, MOST_PARTS, Comparison, Mark, Used, digest, name_samples
 from checkflow.runtime.format import codec
+from tests.support.pairing import pairs
 
 
 @dataclasses.dataclass
@@ -122,9 +123,7 @@ def compared(first: Mark, last: Mark, **options: Any) -> Comparison:
 ORDER = list(range(100, 200))
 
 
-@pytest.mark.parametrize("last", [0, 3, 40])
-@pytest.mark.parametrize("wrong", [None, 0, 2, 45, 70, 99])
-@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize(*pairs(last=[0, 3, 40], wrong=[None, 0, 2, 45, 70, 99], batches=[False, True]))
 def test_an_order_is_compared_where_it_is_known(last: int, wrong: int | None, batches: bool) -> None:
     comparison = compared(Mark(0, ORDER[:3], True), Mark(last, ORDER[last : last + 40], True))
     known = {*range(3), *range(last + 40 - MOST_INDICES, last + 40)}
