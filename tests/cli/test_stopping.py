@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.waiting import wait_for
+from tests.support.waiting import blocked, wait_for
 
 ROOT = Path(__file__).parents[2]
 # `checkflow plan`, whose ILP is one that takes hours; it says when the solver is asked.
@@ -133,7 +132,8 @@ def planning(folder: Path, command: str, solver: str) -> Iterator[subprocess.Pop
         if "hard()" in command:  # into the search, however slowly that goes
             begun = computed_seconds(process)
             wait_for(lambda: computed_seconds(process) > begun + 1.0)
-        time.sleep(0.5)
+        else:
+            wait_for(blocked(process.pid))
         assert process.poll() is None
         yield process
     finally:
@@ -194,6 +194,8 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     """As under nohup."""
     with planning(tmp_path, f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{SHORT}", "cbc") as process:
         os.kill(process.pid, HUP)
-        time.sleep(0.5)
         assert process.poll() is None
-        assert children_of(process)
+        (child,) = children_of(process)
+        for one in (process.pid, child.pid):  # the system drops it then
+            ignored = Path(f"/proc/{one}/status").read_text().partition("SigIgn:")[2].split()[0]
+            assert int(ignored, 16) >> (HUP - 1) & 1

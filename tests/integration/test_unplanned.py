@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from checkflow.runtime.snapshot.executor import Execution
 from checkflow.runtime.store.discovery import find
 from tests.support.oracle import assert_checkpoint_is, clone_state, random_plan, same_bits, undated
 from tests.support.planned_jobs import plan_by_trace
+from tests.support.waiting import blocked, wait_for
 
 Truths = dict[int, dict[str, torch.Tensor]]
 
@@ -399,14 +401,12 @@ def test_an_interrupt_inside_a_copy_of_the_training_thread_hangs_nothing(
 def test_the_last_capture_is_delivered_before_the_writer_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import time
-
     from checkflow.runtime.persist.writer import Writer
 
     submit = Writer.submit
 
     def slow(self: Writer, capture: Any) -> None:
-        time.sleep(0.2)
+        wait_for(blocked(threading.main_thread()))
         submit(self, capture)
 
     monkeypatch.setattr(Writer, "submit", slow)

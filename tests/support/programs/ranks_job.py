@@ -7,11 +7,12 @@ weights after the last step), planned=1 (wait for this rank's plan after iterati
 storage=hangs:3 or fails:3 (for steps after 3, until torchrun restarts it), dies=1:5 (rank 1, as soon as memory has
 step 5; likewise), losses=3,1,2 (the metric "loss" after each epoch, of which the best state is kept), checks=slowly
 (rank 0 reads rank 1's file for longer than any rank needs to end, and not to the end after one has), manifest=2000 (its
-limit in bytes).
+limit in bytes), silent=3 (seconds after which a rank that says nothing counts as dead).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -32,7 +33,10 @@ from torch.distributed.tensor import DTensor
 
 import checkflow
 from checkflow.core.errors import StorageError
+from checkflow.runtime import checkpointer as checkpointers
 from checkflow.runtime.format import manifest
+from checkflow.runtime.ranks import council as councils
+from checkflow.runtime.ranks.joining import join
 from checkflow.runtime.store import block_reader
 from checkflow.runtime.store.store import Store
 from tests.support.ranks.jobs import is_kept
@@ -165,6 +169,9 @@ def main() -> None:
         how, _, last = options["storage"].partition(":")
         break_storage(how, int(last))
     manifest.MAX_MANIFEST_BYTES = int(options.get("manifest", manifest.MAX_MANIFEST_BYTES))
+    if "silent" in options:
+        checkpointers.join = functools.partial(join, silent_seconds=float(options["silent"]))
+        councils._BEAT_SECONDS = 0.1
     doomed, _, fatal = options.get("dies", "-1:0").partition(":")
     if rank == 0 and "checks" in options:
         check_slowly()
@@ -209,9 +216,8 @@ def main() -> None:
                 time.sleep(float(options.get("pause", "0")))
                 waits = options.get("planned") == "1" or (rank == 0 and "planned" in options)
                 if waits and checkpointer.iteration == 8:
-                    plans = Path(directory) / "plans" / f"{rank:05d}-of-{dist.get_world_size():05d}"
-                    wait_for(lambda: list(plans.glob("*.json")))  # noqa: B023
-                    time.sleep(1)  # until the process that has made it says so
+                    making = checkpointer._loop.place.planning._making
+                    wait_for(lambda: making is None or making._process.poll() is not None)  # noqa: B023
             if "surgery" in options:
                 model.load_state_dict({name: 2 * value for name, value in model.named_parameters()}, strict=False)
     except BaseException as error:
