@@ -283,6 +283,14 @@ def test_files_of_another_length(directory: Path, name: str) -> None:
     assert_refused(path.parent, re.escape(name))
 
 
+def test_a_file_without_room_for_its_header_s_length_is_not_read() -> None:
+    def read(at: int, buffer: memoryview) -> None:
+        pytest.fail("it was read")
+
+    with pytest.raises(CorruptCheckpointError, match="is no safetensors file: it has 7 bytes"):
+        store_files.read_header(Path("x"), 7, read)
+
+
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER, "state.msgpack", "manifest.json"])
 def test_files_that_are_none(directory: Path, name: str) -> None:
     path = directory / "step-00000002" / name
