@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from checkflow.core.state import Region, Spans, StateTensor, dtype_name, has_own
 from checkflow.runtime.format.codec import Named, Stored
 from checkflow.runtime.format.layout import STORED_TYPES
 from checkflow.runtime.format.manifest import TensorEntry
+
+logger = logging.getLogger("checkflow")
 
 _Form = tuple[tuple[str, torch.dtype, torch.Size, tuple[int, ...]], ...]
 _MOST_CHANGES = 3
@@ -42,7 +45,7 @@ class Held(Protocol):
 
 
 class Restless:
-    """Remembers sources whose tensors change in number or shape.
+    """Remembers sources whose tensors change in number or shape, and tensors that overlap.
 
     Each such change makes new files' headers, and maybe larger staging buffers. So after a few the tensors of that
     source are saved by value, in ``state.msgpack``: a shuffle buffer's, a growing list's. A source is an entry of what
@@ -52,6 +55,16 @@ class Restless:
     def __init__(self) -> None:
         self._forms: dict[str, dict[str, _Form]] = {}
         self._changes: collections.Counter[str] = collections.Counter()
+        self._overlapping: set[str] = set()
+
+    def overlaps(self, path: str) -> None:
+        """Say once that a tensor is saved by value, though a write to it is one to other state."""
+        if path not in self._overlapping:
+            self._overlapping.add(path)
+            logger.warning(
+                "%s shares memory with other state, and is not all of it: after a resume it has its values, and memory "
+                "of its own; have load_state_dict() make it anew from the other", path,
+            )  # fmt: skip
 
     def __contains__(self, source: str) -> bool:
         return self._changes[source] > _MOST_CHANGES
@@ -154,7 +167,10 @@ class Gathering:
                 return _stored(known, tensor, alone=held.is_inside(known))
             if (known := mine.get(here)) is not None:
                 return _stored(known, tensor, alone=True)
-        if by_value or not self._spans.take(here):
+        if by_value:
+            return tensor
+        if not self._spans.take(here):
+            self._restless.overlaps(path)
             return tensor
         while path in self._given:  # {"a.b": …, "a": {"b": …}}
             path += "'"

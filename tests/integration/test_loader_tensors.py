@@ -179,3 +179,36 @@ def test_no_model_has_their_owner_as_its_name(tmp_path: Path) -> None:
         checkflow.Checkpointer(
             {"loader-state": model}, torch.optim.SGD(model.parameters()), directory=tmp_path, every=1, plan=None
         )
+
+
+class Views(Reservoir):
+    """A loader whose state holds a buffer and a row of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "row": self.buffer.t()[1]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.row = state.pop("row")
+        super().load_state_dict(state)
+
+
+def test_it_is_said_once_that_tensors_stop_sharing_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(until: int) -> None:
+        model, views = nn.Linear(WIDTH, WIDTH, bias=False), Views()
+        kept = checkflow.Variables(all=torch.zeros(4, 4), row=None, whole=None)
+        kept.row, kept.whole = kept.all[1], kept.all.view(4, 4)
+        loader = checkflow.resumable(views)
+        with checkflow.Checkpointer(
+            model, Rotated(model.parameters()), directory=tmp_path, loader=loader, every=1, plan=None,
+            state={"kept": kept}, on_error="raise",
+        ) as checkpointer:  # fmt: skip
+            batches = iter(loader)
+            for _ in checkpointer.steps(until):
+                model(next(batches)).square().mean().backward()
+
+    with caplog.at_level(logging.WARNING, "checkflow"):
+        run(3)
+    said = [record.getMessage() for record in caplog.records if "memory of its own" in record.getMessage()]
+    assert len(said) == 2
+    assert any(one.startswith("job-state/kept.row shares memory") for one in said)
+    assert any("tensors that share memory, one of shape (128,)" in one for one in said)

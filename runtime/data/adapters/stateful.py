@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler
 
 from checkflow.core.errors import MismatchError, UnsupportedError
 from checkflow.runtime.data.adapters.base import END, ForeignLoader, Place, drawing_from, parts
-from checkflow.runtime.data.adapters.freeze import freeze, thaw
+from checkflow.runtime.data.adapters.freeze import Overlaps, freeze, thaw
 from checkflow.runtime.data.adapters.torchdata import Again, begin_anew, is_torchdatas
 from checkflow.runtime.data.base import refuse_another
 from checkflow.runtime.data.repeat.used import Comparison, Mark, ranks
@@ -99,6 +99,7 @@ class StateLoader(ForeignLoader):
         # Before each batch that was fetched and, as far as is known, has not been used: it may be fetched again.
         self._kept: dict[Place, tuple[_Inner, Mapping[str, Any]]] = {}
         self._warned = False  # that a state was dropped
+        self._overlaps = Overlaps()
         self._again: dict[Place, Mapping[str, Any]] = {}  # generators that a batch is to be fetched again with
 
     def _open(self) -> Iterator[Any]:
@@ -272,7 +273,7 @@ class StateLoader(ForeignLoader):
                 f"state_dict() of {type(self.loader).__name__} returned None: this loader has no state"
             )
         try:
-            return freeze(state)
+            return freeze(state, self._overlaps)
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
             # What checkpoints hold can be copied after all; anything else is refused by its name.
             return freeze(codec.decode(codec.encode(state, name="the loader's state")))

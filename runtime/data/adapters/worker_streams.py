@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from checkflow.runtime.data.adapters.freeze import freeze, thaw
+from checkflow.runtime.data.adapters.freeze import Overlaps, freeze, thaw
 from checkflow.runtime.data.process_generators import seed_generators
 from checkflow.runtime.data.repeat.own_state import OwnState, has_state
 from checkflow.runtime.data.seeded_dataset import derived_seed
@@ -55,7 +55,7 @@ class _Stream:
 
     def __init__(self, dataset: Any, iterator: Iterator[Any]) -> None:
         self._dataset, self._iterator = dataset, iterator
-        self._own = OwnState({"dataset": dataset})
+        self._own, self._overlaps = OwnState({"dataset": dataset}), Overlaps()
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -79,7 +79,7 @@ class _Stream:
         # As bytes: torchdata takes states apart, and compares them item by item.
         generators = codec.encode(capture_generators())
         # Copies: torchdata holds each state against the last one, and would find no change in what changed in place.
-        parts = thaw(freeze({name: part.state_dict() for name, part in self._parts.items()}))
+        parts = thaw(freeze({name: part.state_dict() for name, part in self._parts.items()}, self._overlaps))
         own = {"own": codec.encode(found)} if (found := self._own.now()) else {}
         return {"generators": generators, "ended": self._ended, **own, **parts}
 
