@@ -24,7 +24,6 @@ from checkflow.runtime.ranks.records import (
     name_ranks,
 )
 
-_ATTEMPTS = 16  # that the board names
 _FIRST_NOTICE_SECONDS, _LONGEST_NOTICE_SECONDS = 0.25, 8.0
 _FIRST_LEAD, _MOST_LEAD = 2, 100_000  # iterations
 _SPAN_SECONDS = 10.0  # of which a capture is counted in multiples, so that the board seldom changes
@@ -132,23 +131,16 @@ class Chair:
         if self.open_attempt is not None:
             self.conclude(self.open_attempt.number, "failed", f"step {step} was begun before it was complete")
         self._numbers += 1
-        attempts = (*self._board.attempts, Attempt(self._numbers, step))[-_ATTEMPTS:]
-        self._board = replace(self._board, attempts=attempts)
+        self._board = self._board.with_attempt(Attempt(self._numbers, step))
         self._receipts, self._deadline, self._opened = {}, math.inf, now
         self._given_seconds = patience_seconds
         return self._numbers
 
     def conclude(self, number: int, ended: Ended, reason: str = "", missing: tuple[int, ...] = ()) -> None:
         """How an open attempt has ended. The first word counts."""
-        self._board = replace(
-            self._board,
-            attempts=tuple(
-                replace(one, ended=ended, reason=reason, missing=missing)
-                if one.number == number and not one.ended
-                else one
-                for one in self._board.attempts
-            ),
-        )
+        attempt = self.open_attempt
+        if attempt is not None and attempt.number == number:
+            self._board = self._board.with_attempt(replace(attempt, ended=ended, reason=reason, missing=missing))
 
     def leave(self, reason: str) -> None:
         self._board = replace(self._board, left=reason)

@@ -21,7 +21,7 @@ from checkflow.runtime.ranks import receipts, starting
 from checkflow.runtime.ranks.chair import Chair, Overview
 from checkflow.runtime.ranks.meeting import MeetingPlace
 from checkflow.runtime.ranks.member import Member, View
-from checkflow.runtime.ranks.records import Attempt, Ended, Receipt, Start, StartReport
+from checkflow.runtime.ranks.records import Attempt, Receipt, Start, StartReport
 from checkflow.runtime.ranks.rounds import Event, Rounds
 
 logger = logging.getLogger("checkflow")
@@ -344,11 +344,11 @@ class Council:
 
     def conclude(self, attempt: Attempt, error: BaseException | None = None) -> None:
         """Rank 0: the version is on storage, or why it is not. The others' :meth:`await_verdict` returns."""
-        reason = "" if error is None else " ".join(str(error).split()) or type(error).__name__
-        missing = error.ranks if isinstance(error, MissingShardsError) else ()
-        ended: Ended = "committed" if error is None else "failed"
+        end = attempt.concluded(error)
         self._tell(
-            lambda member, chair, now: None if chair is None else chair.conclude(attempt.number, ended, reason, missing)
+            lambda member, chair, now: (
+                None if chair is None else chair.conclude(end.number, end.ended, end.reason, end.missing)
+            )
         )
 
     def await_verdict(self, attempt: Attempt, wait_seconds: float) -> None:

@@ -30,12 +30,13 @@ def check_version(
         StorageError: a rank has written nothing, or something else.
         MismatchError: ranks contradict each other; and what ``coverage`` raises.
     """
+    for rank, receipt in sorted(receipts.items()):
+        if receipt.failure:
+            raise StorageError(f"rank {rank}: {receipt.failure}")
     if missing := [rank for rank in range(world_size) if rank not in receipts]:
         raise StorageError(f"no receipt of rank {missing[0]} for step {step}")
     ordered = tuple(receipts[rank] for rank in range(world_size))
     for rank, receipt in enumerate(ordered):
-        if receipt.failure:
-            raise StorageError(f"rank {rank}: {receipt.failure}")
         named = receipt.rank == rank and records.is_of(receipt, generation)
         if not named or (receipt.attempt, receipt.step) != (attempt, step):
             raise StorageError(

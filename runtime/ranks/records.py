@@ -7,12 +7,12 @@ does no harm. ``serial`` says which of two is newer; two that say the same are e
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
-from checkflow.core.errors import StorageError, first_fault
+from checkflow.core.errors import MissingShardsError, StorageError, first_fault
 from checkflow.core.graph import STRICT, Many, Named
 from checkflow.core.reports.run_report import RankCosts
 from checkflow.runtime.format.manifest import MAX_STEP
@@ -23,6 +23,7 @@ Step = Annotated[int, Field(ge=0, le=MAX_STEP)]
 Seconds = Annotated[float, Field(ge=0)]
 Generation = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,80}\z")]
 Ended = Literal["", "committed", "failed", "void"]
+_ATTEMPTS = 16  # that a board names; a rank is at most one behind
 HIDDEN = "#"  # what follows is not for people
 _T = TypeVar("_T")
 
@@ -58,6 +59,13 @@ class Attempt:
     ended: Ended = ""
     reason: str = ""
     missing: Many[Rank] = ()  # ranks whose receipts did not come
+
+    def concluded(self, error: BaseException | None = None) -> Attempt:
+        """This attempt, committed; or failed, by an error."""
+        if error is None:
+            return replace(self, ended="committed")
+        missing = error.ranks if isinstance(error, MissingShardsError) else ()
+        return replace(self, ended="failed", reason=in_words(error), missing=missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +258,11 @@ class Board:
     capture_seconds: Seconds = 0.0
     left: str = ""
 
+    def with_attempt(self, attempt: Attempt) -> Board:
+        """This board with a further attempt, or how one ended. Another open one is a dead process's: it goes."""
+        others = (one for one in self.attempts if one.ended and one.number != attempt.number)
+        return replace(self, attempts=(*others, attempt)[-_ATTEMPTS:])
+
 
 def is_of(record: Receipt | Card | Board, generation: str) -> bool:
     """Whether a record is of this start of the job. What a dead run has left, or sends late, is not."""
@@ -273,6 +286,12 @@ def loads(adapter: TypeAdapter[_T], data: bytes, what: str) -> _T:
         return adapter.validate_json(data)
     except ValidationError as error:
         raise StorageError(f"{what} is damaged, or of another version of checkflow: {first_fault(error)}") from None
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line, never empty."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__
 
 
 def name_ranks(ranks: tuple[int, ...]) -> str:

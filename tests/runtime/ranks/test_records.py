@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -111,6 +112,31 @@ def test_a_version_that_does_not_exist(other: Receipt | None, kind: type[Checkfl
     receipts = {0: receipt(0)} | ({} if other is None else {1: other})
     with pytest.raises(kind, match=says):
         check_version(receipts, "g.0", 4, 7, 2, lambda _: None)
+
+
+def test_a_failure_counts_before_a_rank_that_is_missing() -> None:
+    with pytest.raises(StorageError, match="rank 1: disk full"):
+        check_version({1: receipt(1, failure="disk full")}, "g.0", 4, 7, 3, lambda _: None)
+
+
+def test_a_board_names_the_last_attempts_and_one_that_is_open() -> None:
+    board = Board("g.0", 1, 2)
+    for number in range(20):
+        board = board.with_attempt(Attempt(number, 7, "failed")).with_attempt(Attempt(100 + number, 7))
+    board = board.with_attempt(Attempt(119, 7).concluded())
+    assert board.attempts == (*(Attempt(number, 7, "failed") for number in range(5, 20)), Attempt(119, 7, "committed"))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "missing"),
+    [
+        (MissingShardsError("no\nrank 1", (1,)), "no rank 1", (1,)),
+        (OSError(errno.EIO, "Input/output error", "x"), "Input/output error", ()),
+        (KeyboardInterrupt(), "KeyboardInterrupt", ()),
+    ],
+)
+def test_an_attempt_fails_by_an_error(error: BaseException, reason: str, missing: tuple[int, ...]) -> None:
+    assert Attempt(3, 7).concluded(error) == Attempt(3, 7, "failed", reason, missing)
 
 
 def test_what_is_covered_twice_is_no_version() -> None:
