@@ -1,78 +1,35 @@
 """How the processes of one version meet: by files in the store's directory, without a network.
 
 - ``.shards.json`` is the board: rank 0 says which *attempt* to write a version is open, and how earlier ones ended.
-- ``.tmp-<step>-<run id>.<attempt>/`` holds each rank's files and its record, ``.done-00001`` or ``.failed-00001``.
+- ``.tmp-<step>-<run id>.<attempt>/`` holds each rank's files and its receipt, ``.receipt-00001``.
 
-Attempts have random numbers, so that nothing of a dead run is taken for a part. docs/how-to/shards.md has the order.
+Board, attempts and receipts are the council's records (:mod:`checkflow.runtime.ranks.records`), with the run id as the
+generation. There is no council: no process has a thread, and a dead one is only missed when the time is over. Attempts
+have random numbers, so that nothing of a dead run is taken for a part. docs/how-to/shards.md has the order.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TypeVar
 
-from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError
-from checkflow.core.graph import STRICT, Many
-from checkflow.runtime.format.manifest import MAX_STEP
-from checkflow.runtime.ranks import meeting
+from checkflow.runtime.ranks import meeting, records
 from checkflow.runtime.ranks.file_meeting import read_sealed, write_sealed
-from checkflow.runtime.ranks.records import dumps, name_ranks
-from checkflow.runtime.shards.ownership import TableInfo
+from checkflow.runtime.ranks.receipts import check_version
+from checkflow.runtime.ranks.records import RECEIPT, Attempt, Board, Receipt, dumps, in_words, name_ranks
 from checkflow.runtime.store.cleanup import DRAFT
-from checkflow.runtime.store.parts import Written, folder_name
+from checkflow.runtime.store.parts import folder_name
 from checkflow.runtime.store.store import reported
 from checkflow.runtime.system import fs
 
 BOARD = ".shards.json"
-_KEPT = 16  # attempts on the board; a rank is at most one behind
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """An attempt to write one version. ``ended``: "" while it is open."""
-
-    __pydantic_config__ = STRICT
-    number: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}\z")]
-    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
-    ended: Literal["", "committed", "failed"] = ""
-    reason: str = ""
-    missing: Many[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Board:
-    """What rank 0 announces: its attempts, the newest last."""
-
-    __pydantic_config__ = STRICT
-    run_id: str
-    world_size: int
-    attempts: Many[Attempt] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RankRecord:
-    """What a rank has written; or, with ``failure``, why it has not."""
-
-    __pydantic_config__ = STRICT
-    attempt: str
-    world_size: int
-    written: Written
-    tables: Many[TableInfo] = ()
-    failure: str = ""
-
-    @property
-    def rank(self) -> int:
-        return self.written.rank
-
-
-_BOARD: TypeAdapter[Board] = TypeAdapter(Board)
-_RECORD: TypeAdapter[RankRecord] = TypeAdapter(RankRecord)
 
 
 # ------------------------------------------------------------------------------------------------------------ rank 0
@@ -80,45 +37,35 @@ _RECORD: TypeAdapter[RankRecord] = TypeAdapter(RankRecord)
 
 def post(root: int, run_id: str, world_size: int, attempt: Attempt) -> None:
     """Put an attempt, or how it ended, on the board. Needs the directory's lock."""
-    board = read_board(root)
-    if board is None or (board.run_id, board.world_size) != (run_id, world_size):
-        board = Board(run_id, world_size)
-    others = [one for one in board.attempts if one.number != attempt.number]
-    # Other open attempts are a dead process's: nobody will end them.
-    others = [one for one in others if one.ended][1 - _KEPT :]
-    _put(root, _BOARD, replace(board, attempts=(*others, attempt)), DRAFT, BOARD)
+    board = _find_board(root, run_id, world_size).with_attempt(attempt)
+    write_sealed(root, dumps(records.BOARD, board), DRAFT, BOARD)
 
 
-def collect(folder: int, attempt: str, world_size: int, wait_seconds: float, own: RankRecord) -> tuple[RankRecord, ...]:
-    """Every rank's record, by rank. Raises MissingShardsError, or StorageError with a failed rank's message."""
-    found = {0: own}
+def collect(folder: int, own: Receipt, wait_seconds: float) -> tuple[Receipt, ...]:
+    """Every rank's receipt, by rank. Raises MissingShardsError, or StorageError with a failed rank's message."""
+    found, ranks = {0: own}, range(own.world_size)
 
     def complete() -> bool | None:
         present = set(fs.names(folder))
-        for rank in range(1, world_size):
-            for name in (_note(rank, "done"), _note(rank, "failed")):
-                if rank not in found and name in present and (record := _get(folder, _RECORD, name)) is not None:
-                    if (record.attempt, record.rank, record.world_size) != (attempt, rank, world_size):
-                        raise StorageError(f"{name} is no record of rank {rank} of {world_size} for this attempt")
-                    found[rank] = record
-        return True if len(found) == world_size else None
+        for rank in ranks:
+            name = _note(rank)
+            if rank not in found and name in present and (receipt := _get(folder, RECEIPT, name)) is not None:
+                found[rank] = receipt
+        return True if len(found) == len(ranks) else None
 
-    in_time = wait_until(complete, wait_seconds)
-    for rank, record in sorted(found.items()):
-        if record.failure:
-            raise StorageError(f"rank {rank}: {record.failure}")
-    if not in_time:
-        missing = tuple(rank for rank in range(world_size) if rank not in found)
+    wait_until(complete, wait_seconds)
+    missing = tuple(rank for rank in ranks if rank not in found)
+    if missing and not any(receipt.failure for receipt in found.values()):
         raise MissingShardsError(
-            f"no record of {name_ranks(missing)} of {world_size} within {wait_seconds:g} s: did the process end, and "
+            f"no record of {name_ranks(missing)} of {len(ranks)} within {wait_seconds:g} s: did the process end, and "
             "do all see the same directory?",
             missing,
         )
-    return tuple(found[rank] for rank in range(world_size))
+    return check_version(found, own.generation, own.attempt, own.step, own.world_size, lambda _: None)
 
 
 def clear_notes(folder: int) -> None:
-    """Remove the records: the manifest holds what they say."""
+    """Remove the receipts: the manifest holds what they say."""
     for name in fs.names(folder):
         if name.startswith("."):
             fs.unlink(name, dir_fd=folder)
@@ -127,99 +74,81 @@ def clear_notes(folder: int) -> None:
 # -------------------------------------------------------------------------------------------------- the other ranks
 
 
-def leave(folder: int, record: RankRecord) -> None:
-    """Leave a rank's record, durably: from then on rank 0 relies on its files."""
-    name = _note(record.rank, "failed" if record.failure else "done")
-    _put(folder, _RECORD, record, f".draft{name}", name)
-
-
-def follow(
-    directory: Path, run_id: str, step: int, rank: int, world_size: int, wait_seconds: float,
-    write: Callable[[int, Attempt], None],
-) -> None:  # fmt: skip
+def follow(directory: Path, blank: Receipt, wait_seconds: float, write: Callable[[int], str]) -> None:
     """A rank other than 0: write its part when the attempt opens, and return when the version is complete.
 
-    ``write`` gets a descriptor of the directory, again if rank 0 starts anew.
+    Args:
+        blank: this rank's receipt, but for the attempt and what is written.
+        write: gets a descriptor of the attempt's directory, again if rank 0 starts anew; returns what the receipt says.
 
     Raises:
         MissingShardsError: rank 0 did not begin or end in time, or a rank is missing.
         MismatchError: rank 0 has another number of ranks.
         StorageError: this rank or another one failed; and what ``write`` raises.
     """
-    tried: set[str] = set()
+    tried: set[int] = set()
     root = _wait_for_folder(directory, wait_seconds)
     try:
         current: Attempt | None = None
         while True:
-            # Rank 0 starts waiting for records when its own part is written, which may take longer.
+            # Rank 0 starts waiting for receipts when its own part is written, which may take longer.
             patience = wait_seconds if current is None else 2 * wait_seconds
-            current = wait_until(lambda: _news(root, run_id, step, world_size, tried, current), patience)  # noqa: B023
+            current = wait_until(lambda: _news(root, blank, tried, current), patience)  # noqa: B023
             if current is None:
-                raise _no_news(root, directory, run_id, step, rank, world_size, begun=bool(tried))
+                raise _no_news(root, directory, blank, begun=bool(tried))
             if current.ended == "committed":
                 return
             if current.missing:
                 raise MissingShardsError(current.reason, current.missing)
             if current.ended:
-                raise StorageError(f"step {step} was not saved: {current.reason}")
+                raise StorageError(f"step {blank.step} was not saved: {current.reason}")
             tried.add(current.number)
-            _take_part(root, current, run_id, rank, world_size, write)
+            _take_part(root, replace(blank, attempt=current.number), write)
     finally:
         fs.close_quietly(root)
 
 
-def _news(
-    root: int, run_id: str, step: int, world_size: int, tried: set[str], current: Attempt | None
-) -> Attempt | None:
+def _news(root: int, blank: Receipt, tried: set[int], current: Attempt | None) -> Attempt | None:
     """How this rank's attempt ended; or another open attempt to take part in."""
-    board = read_board(root)
-    if board is None or (board.run_id, board.world_size) != (run_id, world_size):
-        return None
-    for one in reversed(board.attempts):
+    for one in reversed(_find_board(root, blank.generation, blank.world_size).attempts):
         if one.ended and current is not None and one.number == current.number:
             return one
-        if not one.ended and one.step == step and one.number not in tried:
+        if not one.ended and one.step == blank.step and one.number not in tried:
             return one
     return None
 
 
-def _no_news(
-    root: int, directory: Path, run_id: str, step: int, rank: int, world_size: int, *, begun: bool
-) -> CheckflowError:
-    board = read_board(root)
-    if board is not None and board.run_id == run_id and board.world_size != world_size:
-        return MismatchError(f"rank {rank} counts {world_size} ranks, rank 0 counts {board.world_size}")
+def _no_news(root: int, directory: Path, blank: Receipt, *, begun: bool) -> CheckflowError:
+    board, run_id = read_board(root), blank.generation
+    if board is not None and board.generation == run_id and board.world_size != blank.world_size:
+        return MismatchError(f"rank {blank.rank} counts {blank.world_size} ranks, rank 0 counts {board.world_size}")
     return MissingShardsError(
-        f"rank 0 did not {'complete' if begun else 'begin'} step {step} of run {run_id!r} in {directory} within the "
-        "time: did the process end, and do all see the same directory, run id and step?",
+        f"rank 0 did not {'complete' if begun else 'begin'} step {blank.step} of run {run_id!r} in {directory} within "
+        "the time: did the process end, and do all see the same directory, run id and step?",
         (0,),
     )
 
 
-def _take_part(
-    root: int, attempt: Attempt, run_id: str, rank: int, world_size: int, write: Callable[[int, Attempt], None]
-) -> None:
+def _take_part(root: int, receipt: Receipt, write: Callable[[int], str]) -> None:
+    """Write this rank's part, and leave its receipt, durably: from then on rank 0 relies on its files."""
+
+    def leave(folder: int, left: Receipt) -> None:
+        name = _note(left.rank)
+        write_sealed(folder, dumps(RECEIPT, left), f".draft{name}", name)
+
+    place = folder_name(receipt.step, receipt.generation, str(receipt.attempt))
     try:
-        write(root, attempt)
+        with fs.folder(place, dir_fd=root) as folder:
+            leave(folder, replace(receipt, written=write(folder)))
     except (FileNotFoundError, FileExistsError):
         # The directory is gone, or this rank has written there: the attempt was called off, or is a dead
         # predecessor's. The board will say.
         return
     except BaseException as error:
-        failure = RankRecord(attempt.number, world_size, Written(rank), failure=in_words(error))
-        with contextlib.suppress(OSError):  # report the first error; rank 0 will miss this rank
-            folder = fs.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
-            try:
-                leave(folder, failure)
-            finally:
-                fs.close_quietly(folder)
+        # Report the first error; rank 0 will miss this rank.
+        with contextlib.suppress(OSError), fs.folder(place, dir_fd=root) as folder:
+            leave(folder, replace(receipt, failure=in_words(error)))
         raise
-
-
-def in_words(error: BaseException) -> str:
-    """An error in one line, never empty."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split()) or type(error).__name__
 
 
 def _wait_for_folder(directory: Path, wait_seconds: float) -> int:
@@ -238,7 +167,14 @@ def _wait_for_folder(directory: Path, wait_seconds: float) -> int:
 
 
 def read_board(root: int) -> Board | None:
-    return _get(root, _BOARD, BOARD)
+    return _get(root, records.BOARD, BOARD)
+
+
+def _find_board(root: int, run_id: str, world_size: int) -> Board:
+    """This run's board; without an attempt if there is none yet."""
+    board = read_board(root)
+    ours = board is not None and (board.generation, board.world_size) == (run_id, world_size)
+    return board if board is not None and ours else Board(run_id, 0, world_size)
 
 
 def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
@@ -250,13 +186,8 @@ def _get(folder: int, adapter: TypeAdapter[_T], name: str) -> _T | None:
         return None
 
 
-def _put(folder: int, adapter: TypeAdapter[_T], value: _T, draft: str, name: str) -> None:
-    """Replace a small file, durably and atomically."""
-    write_sealed(folder, dumps(adapter, value), draft, name)
-
-
-def _note(rank: int, kind: str) -> str:
-    return f".{kind}-{rank:05d}"
+def _note(rank: int) -> str:
+    return f".receipt-{rank:05d}"
 
 
 def wait_until(happened: Callable[[], _T | None], wait_seconds: float) -> _T | None:

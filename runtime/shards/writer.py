@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from checkflow.core.boxes import Box, lies_in, part_name
-from checkflow.core.errors import CheckflowError, MismatchError, MissingShardsError, StorageError, UnsupportedError
+from checkflow.core.errors import CheckflowError, MismatchError, StorageError, UnsupportedError
+from checkflow.core.graph import STRICT, Many
 from checkflow.core.paths import refuse_url
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.format.layout import OWNER, FileLayout, make_layout
+from checkflow.runtime.ranks.records import Attempt, Receipt, dumps, loads
 from checkflow.runtime.shards.arrays import describe, to_bytes
 from checkflow.runtime.shards.ownership import Array, Slice, Table, TableInfo, check_rank, checked_ids, shard_of_name
-from checkflow.runtime.shards.rendezvous import (
-    Attempt,
-    RankRecord,
-    clear_notes,
-    collect,
-    follow,
-    in_words,
-    leave,
-    post,
-)
+from checkflow.runtime.shards.rendezvous import clear_notes, collect, follow, post
 from checkflow.runtime.store.files import step_name
-from checkflow.runtime.store.parts import (
-    Gathered,
-    Part,
-    Source,
-    Written,
-    commit_ranks,
-    folder_name,
-    write_part,
-)
+from checkflow.runtime.store.parts import Gathered, Part, Source, Written, commit_ranks, write_part
 from checkflow.runtime.store.store import Store, reported
 from checkflow.runtime.system import fs
 
@@ -46,7 +33,19 @@ DENSE, TABLES, SLICES = "dense", "tables", "slices"  # owners: a file each for e
 IDS, ROWS = ".ids", ".rows"
 INFO = "shards"  # key of the tables in the manifest's info
 _LOCK_WAIT_SECONDS = 5.0
-_MAX_RUN_ID = 80  # the attempt's number joins it in a file name
+_MAX_RUN_ID = 80  # the attempt's number, of at most 19 digits, joins it in a file name
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank's receipt says: what it has written, and its tables."""
+
+    __pydantic_config__ = STRICT
+    written: Written
+    tables: Many[TableInfo] = ()
+
+
+_SHARE: TypeAdapter[Share] = TypeAdapter(Share)
 
 
 def save_shard(
@@ -96,82 +95,65 @@ def save_shard(
     refuse_url(directory)
     place = Path(directory).absolute()
 
-    def write(root: int, attempt: Attempt) -> RankRecord:
-        folder = fs.open_folder(folder_name(attempt.step, run_id, attempt.number), dir_fd=root)
-        try:
-            record = _write_part(folder, attempt, rank, world_size, *given)
-            if rank:
-                leave(folder, record)
-            return record
-        finally:
-            fs.close_quietly(folder)
+    def write(folder: int) -> Share:
+        return _write_part(folder, rank, world_size, *given)
 
+    blank = Receipt(rank, world_size, run_id, 0, step)
     if rank:
-
-        def join(root: int, attempt: Attempt) -> None:
-            write(root, attempt)
-
         with reported(f"rank {rank} cannot write its part of step {step} to {place}"):
-            follow(place, run_id, step, rank, world_size, wait_seconds, join)
+            follow(place, blank, wait_seconds, lambda folder: dumps(_SHARE, write(folder)).decode())
         return place.resolve() / step_name(step)
-    return _lead(place, step, world_size, run_id, state, wait_seconds, keep_latest, write)
+    return _lead(place, blank, state, wait_seconds, keep_latest, write)
 
 
 def _lead(
-    place: Path, step: int, world_size: int, run_id: str, state: Any, wait_seconds: float, keep_latest: int, write: Any
+    place: Path, blank: Receipt, state: Any, wait_seconds: float, keep_latest: int, write: Callable[[int], Share]
 ) -> Path:
     """Rank 0: open the attempt, write its own part, wait for the others, and complete the version."""
-    attempt = Attempt(secrets.token_hex(8), step)
-    patience = min(_LOCK_WAIT_SECONDS, wait_seconds)
+    run_id, world_size, step = blank.generation, blank.world_size, blank.step
+    attempt = Attempt(secrets.randbits(63), step)
 
     def gather(root: int, folder: int) -> Gathered:
         post(root, run_id, world_size, attempt)
-        own, extra = RankRecord(attempt.number, world_size, Written(0)), b""
+        own, extra = Share(Written(0)), b""
+        receipts: tuple[Receipt, ...] = ()
         failed: Exception | None = None
         try:
             extra = codec.encode({"state": state}, marks=None)
-            own = write(root, attempt)
+            own = write(folder)
         except (CheckflowError, OSError) as error:
             failed = error
         # Call a failed attempt off only when all others have seen it, or they would wait for it.
         try:
-            records = collect(folder, attempt.number, world_size, wait_seconds, own)
+            receipts = collect(folder, replace(blank, attempt=attempt.number), wait_seconds)
         except (CheckflowError, OSError) as error:
             failed = failed or error
         if failed is not None:
             raise failed
         clear_notes(folder)
-        tables = _join_tables(records)
+        others = (loads(_SHARE, one.written.encode(), f"the receipt of rank {one.rank}") for one in receipts[1:])
+        shares = [own, *others]
         info: dict[str, Any] = {
             "created": round(time.time(), 3),
-            INFO: {name: [one.dimension, one.dtype, one.initializer] for name, one in tables.items()},
+            INFO: {name: [one.dimension, one.dtype, one.initializer] for name, one in _join_tables(shares).items()},
         }
-        return Gathered(_stack_rows([record.written for record in records]), extra, info)
+        return Gathered(_stack_rows([share.written for share in shares]), extra, info)
 
+    patience = min(_LOCK_WAIT_SECONDS, wait_seconds)
     with Store(place, run_id=run_id, keep_latest=keep_latest, lock_wait_seconds=patience) as store:
         try:
-            path = commit_ranks(store, step, attempt.number, gather, info={})
+            path = commit_ranks(store, step, str(attempt.number), gather, info={})
         except BaseException as error:
-            missing = error.ranks if isinstance(error, MissingShardsError) else ()
-            ended = Attempt(attempt.number, step, "failed", in_words(error), missing)
-            _post_end(place, run_id, world_size, ended, quietly=True)
+            with contextlib.suppress(StorageError):  # the first error is reported
+                _post_end(place, blank, attempt.concluded(error))
             raise
-        _post_end(place, run_id, world_size, Attempt(attempt.number, step, "committed"))
+        _post_end(place, blank, attempt.concluded())
     return path
 
 
-def _post_end(place: Path, run_id: str, world_size: int, ended: Attempt, *, quietly: bool = False) -> None:
-    """Post how an attempt ended. ``quietly``: drop an error, since an earlier one is reported."""
-    try:
-        with reported(f"cannot tell the other ranks how step {ended.step} ended"):
-            root = fs.open_folder(str(place.resolve()))
-            try:
-                post(root, run_id, world_size, ended)
-            finally:
-                fs.close_quietly(root)
-    except StorageError:
-        if not quietly:
-            raise
+def _post_end(place: Path, blank: Receipt, ended: Attempt) -> None:
+    with reported(f"cannot tell the other ranks how step {ended.step} ended"), fs.folder(str(place.resolve())) as root:
+        post(root, blank.generation, blank.world_size, ended)
 
 
 # -------------------------------------------------------------------------------------------------------- one's part
@@ -179,14 +161,13 @@ def _post_end(place: Path, run_id: str, world_size: int, ended: Attempt, *, quie
 
 def _write_part(
     folder: int,
-    attempt: Attempt,
     rank: int,
     world_size: int,
     dense: Mapping[str, Array],
     tables: Mapping[str, Table],
     slices: Mapping[str, Slice],
-) -> RankRecord:
-    """Write a rank's files, durably; their names become durable with its record or rank 0's manifest."""
+) -> Share:
+    """Write a rank's files, durably; their names become durable with its receipt or rank 0's manifest."""
     arrays: dict[str, Array] = {}
     sources: dict[str, Source] = {}
     infos: list[TableInfo] = []
@@ -215,7 +196,7 @@ def _write_part(
         sources[key] = Source(f"{SLICES}/{name}", part)
     layout = make_layout([describe(name, array) for name, array in arrays.items()], shard=rank, shards=world_size)
     written = write_part(folder, rank, world_size, layout, lambda file: _image(file, arrays), sources)
-    return RankRecord(attempt.number, world_size, written, tuple(infos))
+    return Share(written, tuple(infos))
 
 
 def _image(file: FileLayout, arrays: Mapping[str, Array]) -> Iterator[memoryview]:
@@ -228,16 +209,14 @@ def _image(file: FileLayout, arrays: Mapping[str, Array]) -> Iterator[memoryview
 # ---------------------------------------------------------------------------------------------------------- the whole
 
 
-def _join_tables(records: tuple[RankRecord, ...]) -> dict[str, TableInfo]:
+def _join_tables(shares: Sequence[Share]) -> dict[str, TableInfo]:
     found: dict[str, tuple[int, TableInfo]] = {}
-    for record in records:
-        for info in record.tables:
-            first, other = found.setdefault(info.name, (record.rank, info))
+    for rank, share in enumerate(shares):
+        for info in share.tables:
+            first, other = found.setdefault(info.name, (rank, info))
             if info != other:
                 mine, theirs = (f"{i.dtype}[{i.dimension}] by {i.initializer!r}" for i in (info, other))
-                raise MismatchError(
-                    f"table {info.name!r} is {theirs} on rank {first}, and {mine} on rank {record.rank}"
-                )
+                raise MismatchError(f"table {info.name!r} is {theirs} on rank {first}, and {mine} on rank {rank}")
     return {name: info for name, (_, info) in sorted(found.items())}
 
 

@@ -198,6 +198,8 @@ def test_shards_are_loaded(tmp_path: Path, name: str, ranks: int) -> None:
     directory = copy(DATA / name / "shards", tmp_path / "shards")
     for step in (1, 2):
         World(step).check(directory, ranks, step)
+    World(3).save(directory, 3, ranks, "later")  # past the board of an earlier release
+    World(3).check(directory, ranks, 3)
 
 
 # ----------------------------------------------------------------------------------------------------------- commands

@@ -24,7 +24,8 @@ from checkflow.core.reports.run_report import ReportFile
 from checkflow.core.small_files import MOST_TIMES
 from checkflow.runtime.format import codec, manifest
 from checkflow.runtime.interval.profile import KeptProfile
-from checkflow.runtime.shards.rendezvous import Board, RankRecord
+from checkflow.runtime.ranks.records import Board
+from checkflow.runtime.shards.writer import Share
 from checkflow.runtime.store import files as store_files
 from tests.core.test_plan import good_plan
 from tests.faults.fuzz import mutation
@@ -256,9 +257,7 @@ def collections_in(schema: Any, place: str) -> Iterator[tuple[str, bool]]:
             yield from collections_in(inner, place)
 
 
-@pytest.mark.parametrize(
-    "kind", [Plan, ReportFile, manifest.Manifest, Board, RankRecord, PlannerInput, Device, KeptProfile]
-)
+@pytest.mark.parametrize("kind", [Plan, ReportFile, manifest.Manifest, Board, Share, PlannerInput, Device, KeptProfile])
 def test_a_collection_that_is_read_ends_at_its_first_fault(kind: type[Any]) -> None:
     schema = TypeAdapter(kind).core_schema
     found = list(collections_in(schema, kind.__name__))

@@ -50,7 +50,7 @@ def test_a_rank_that_does_not_come_is_named(directory: Path, monkeypatch: pytest
     world = World()
     world.save(directory, 1, 2)
     with monkeypatch.context() as patch:
-        time_is_over(patch, lambda name: name == "rank 0" and any(directory.glob(".tmp-*/.done-00003")))
+        time_is_over(patch, lambda name: name == "rank 0" and any(directory.glob(".tmp-*/.receipt-00003")))
         outcomes = together(4, lambda rank: rank in (1, 2) or shards.save_shard(directory, 2, rank, 4, run_id="r"))
     for outcome in (outcomes[0], outcomes[3]):
         assert isinstance(outcome, MissingShardsError), outcome
@@ -98,7 +98,7 @@ def test_what_a_dead_run_left_never_completes_a_version(
 
     def die(*arguments: Any) -> Any:
         folder = arguments[0]
-        wait_for(lambda: any(name.startswith(".done") for name in rendezvous.fs.names(folder)))
+        wait_for(lambda: any(name.startswith(".receipt") for name in rendezvous.fs.names(folder)))
         died.set()
         raise Died
 

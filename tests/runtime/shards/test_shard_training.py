@@ -35,7 +35,7 @@ def run(world_size: int, directory: Path, first: int, last: int, *, dies: bool) 
         process.start()
     try:
         if dies:
-            records = [f".done-{rank:05d}" for rank in range(1, world_size - 1)]
+            records = [f".receipt-{rank:05d}" for rank in range(1, world_size - 1)]
 
             def held_up() -> bool:
                 assert all(process.is_alive() for process in processes)

@@ -25,6 +25,7 @@ from checkflow.runtime.interval import profile
 from checkflow.runtime.interval.algorithm import Costs
 from checkflow.runtime.live_plan.cache import FOLDER
 from checkflow.runtime.memory_tier.records import MARK
+from checkflow.runtime.ranks.records import Attempt
 from checkflow.runtime.shards import rendezvous
 from checkflow.runtime.store.cleanup import DRAFT
 from checkflow.runtime.store.lock import LOCK
@@ -82,7 +83,7 @@ def start(directory: Path, iterations: int) -> int | None:
         profiles.find(IDENTITY)
         profiles.keep(IDENTITY, Costs(1.0, 1.0, 1.0, 1.0, 1.0))
     with fs.folder(str(directory)) as root:
-        rendezvous.post(root, "run", 2, rendezvous.Attempt("0" * 16, 1))
+        rendezvous.post(root, "run", 2, Attempt(0, 1))
         rendezvous.read_board(root)
     return checkpointer.resumed_from
 
