@@ -52,6 +52,8 @@ from checkflow.planner.timeline.measured import measure_step
 from checkflow.planner.timeline.roofline import durations_seconds
 from checkflow.planner.timeline.steps import make_timeline
 from checkflow.planner.trace.trace import trace
+from checkflow.runtime.loop.training_loop import TrainingLoop
+from checkflow.runtime.snapshot.executor import Execution
 
 Send = Callable[[Row], None]
 MOST_ERROR = 4000  # characters of a traceback that are kept
@@ -348,8 +350,8 @@ def stays(job: TrainingJob, plan: checkflow.Plan, storage: Path, iterations: int
     found = Stays(job.marks)
     warm_up = warm_up_iterations(plan.interval)
     with (
-        found.watch("on_anchor", lambda given: str(given[0])),
-        found.watch("end_turn", lambda given: "boundary"),
+        found.watch(Execution, "reached", lambda given: str(given[0])),
+        found.watch(TrainingLoop, "end_turn", lambda given: "boundary"),
         Phases(job) as phases,
         checkpointing(job, plan, storage) as checkpointer,
     ):

@@ -27,7 +27,6 @@ from benchmarks.gpu.figures import CHECKPOINTED, PLAIN, Row, case_name
 from benchmarks.gpu.worker import scratch
 from checkflow.planner.model_file.load import OPTIMIZERS
 from checkflow.runtime.interval.controller import Controller
-from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.transfer.cuda_device import CudaDevice
 
 #: In the order of an iteration. The batch comes to the device in the first one. The wait is what happens between
@@ -399,11 +398,11 @@ class Stays:
         """What follows does not count."""
         self.stopped = True
 
-    def watch(self, method: str, label: Callable[[Any], str]) -> contextlib.AbstractContextManager[Any]:
-        """Until the context is left, every call of this method of the training loop is timed."""
-        original = getattr(TrainingLoop, method)
+    def watch(self, of: type, method: str, label: Callable[[Any], str]) -> contextlib.AbstractContextManager[Any]:
+        """Until the context is left, every call of this method of a class is timed."""
+        original = getattr(of, method)
 
-        def timed(owner: TrainingLoop, *given: Any, **named: Any) -> Any:
+        def timed(owner: Any, *given: Any, **named: Any) -> Any:
             before, begun = self.marks.mark(), time.perf_counter()
             try:
                 return original(owner, *given, **named)
@@ -411,7 +410,7 @@ class Stays:
                 if not self.stopped:
                     self.found.append((label(given), before, self.marks.mark(), time.perf_counter() - begun))
 
-        return mock.patch.object(TrainingLoop, method, timed)
+        return mock.patch.object(of, method, timed)
 
     def rows(self, iterations: int) -> list[Row]:
         """Per anchor, seconds an iteration, the longest on the stream first."""

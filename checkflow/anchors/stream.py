@@ -54,8 +54,11 @@ class Subscriber:
 class AnchorStream:
     """The anchors of one job, told to those who subscribe.
 
-    Each event has one table of the functions that it calls. What hangs last runs first: hooks are hung anew when a
-    subscriber comes or changes, those of whole models last, since a boundary comes before the anchors of a forward.
+    Each event has one table of the functions that it calls, in the order in which their roles came first. An error in
+    one ends the event, and goes to training. Who subscribes within an event is told from the next one on.
+
+    What hangs last runs first: hooks are hung anew when a subscriber with places comes or changes, those of whole
+    models last, since a boundary comes before the anchors of a forward.
 
     Attributes:
         repeated: optimizers that run their closure more than once, or never.
@@ -98,10 +101,15 @@ class AnchorStream:
         for kind, name in sorted(places - found.keys()):
             what = {AnchorKind.FORWARD: "module", AnchorKind.GRADIENT: "parameter"}.get(kind, "optimizer")
             raise MismatchError(f"the plan has an anchor at {what} {name}, which the job does not have")
-        self._subscribers, self._targets = subscribers, found
-        for event in (field.name for field in fields(Subscriber)[1:]):
-            self._tables[event] = tuple(filter(None, (getattr(one, event) for one in subscribers.values())))
+        self._targets = found
+        self.add(role, subscriber)
         self.hang()
+
+    def add(self, role: str, subscriber: Subscriber) -> None:
+        """Call a subscriber's functions likewise; it has no places, so that hooks stay as they are, if any hang."""
+        self._subscribers[role] = subscriber
+        for event in (field.name for field in fields(Subscriber)[1:]):
+            self._tables[event] = tuple(filter(None, (getattr(one, event) for one in self._subscribers.values())))
 
     def boundary(self) -> None:
         """Number occurrences from 0 again: an iteration begins."""

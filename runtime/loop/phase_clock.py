@@ -7,6 +7,7 @@ docs/reference/run-report.md has the phases.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import statistics
 import threading
@@ -16,6 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, NamedTuple
+
+from checkflow.anchors.regions import in_backward
+from checkflow.anchors.stream import Subscriber
+from checkflow.core.graph import AnchorKey
 
 PHASES: Final = ("data", "forward_backward", "update", "snapshot_wait", "persist_wait", "planning", "other")
 DATA, FORWARD_BACKWARD, UPDATE, SNAPSHOT_WAIT, PERSIST_WAIT, PLANNING, OTHER = range(len(PHASES))
@@ -167,16 +172,28 @@ class PhaseClock:
         self.spells.append((PHASES[self._phase], self._phase_since, self._since))
         self._phase, self._phase_since = phase, self._since
 
-    def step_begins(self) -> None:
+    def subscriber(self, *, optimizers: bool) -> Subscriber:
+        """Return the functions by which the clock follows a job's anchors.
+
+        Args:
+            optimizers: whether there are any: then an evaluation is a part of the iteration until they step.
+        """
+        return Subscriber(
+            gradient=lambda _key: self.enter(FORWARD_BACKWARD), step_begins=self.step_begins, step_ends=self.step_ends,
+            training=functools.partial(self.enter, FORWARD_BACKWARD),
+            evaluation=None if optimizers else functools.partial(self.enter, OTHER),
+        )  # fmt: skip
+
+    def step_begins(self, _key: AnchorKey) -> None:
         """An optimizer steps. One whose class calls its parent's step may say so twice."""
         self._stepping += 1
         self.enter(UPDATE)
 
-    def step_ends(self, then: int) -> None:
-        """An optimizer has stepped; what goes on is this phase."""
+    def step_ends(self, _key: AnchorKey) -> None:
+        """An optimizer has stepped; if that was within backward, backward goes on."""
         self._stepping = max(0, self._stepping - 1)
         if not self._stepping:
-            self.enter(then)
+            self.enter(FORWARD_BACKWARD if in_backward() else OTHER)
 
     def holding(self, what: str) -> _Holding:
         """A context in which training is held: at "anchors", at a "boundary", by "planning"."""

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from checkflow.anchors.regions import in_backward
-from checkflow.anchors.stream import AnchorStream
+from checkflow.anchors.stream import AnchorStream, Subscriber
 from checkflow.core.errors import CheckflowError
 from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.plan import Plan
@@ -30,7 +28,7 @@ from checkflow.runtime.loop.boundaries import Boundaries, Boundary
 from checkflow.runtime.loop.boundary_actions import BoundaryActions
 from checkflow.runtime.loop.hints import Hints
 from checkflow.runtime.loop.pacing import Pace
-from checkflow.runtime.loop.phase_clock import DATA, FORWARD_BACKWARD, OTHER, PhaseClock
+from checkflow.runtime.loop.phase_clock import DATA, FORWARD_BACKWARD, PhaseClock
 from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.persist.saver import Saving
 from checkflow.runtime.snapshot.executor import Execution
@@ -84,17 +82,22 @@ class TrainingLoop:
         self._drawn = self._silent_turns = 0  # batches in this run; turns of steps() without an optimizer's step
         self._resumed = iteration > 0
         repeated = {name for name, optimizer in job.optimizers.items() if closures_repeat(optimizer)}
-        stream = AnchorStream(job.models, job.optimizers, repeated)
+        self._stream = stream = AnchorStream(job.models, job.optimizers, repeated)
 
         def execute(plan: Plan, program: Program) -> Execution:
             return Execution(
-                plan, program, job, saving.engine, saving.buffers, saving.submit, self, stream,
+                plan, program, job, saving.engine, saving.buffers, saving.submit, stream,
+                iteration=lambda: self.iteration, stepped=self._boundaries.stepped,
+                holding=functools.partial(self.clock.holding, "anchors"),
                 implementations=compatibility.implementations(job.models, job.optimizers),
                 raising=raising, known_to_fit=planning is not None, resumed=self._resumed, share=share,
             )  # fmt: skip
 
         read_peak = functools.partial(allocated_peak_bytes, job.models)
         self.clock = PhaseClock()
+        stream.add("clock", self.clock.subscriber(optimizers=bool(job.optimizers)))
+        if job.loader is None:
+            stream.add("loop", Subscriber(model=self._begin_forward, step_begins=self._hint_at_step))
         self.place = PlanInPlace(given, planning, execute, asked.every, read_peak, several_ranks=agreement is not None)
         self._agreement = agreement
         self.pace = Pace(asked, job, saving, self.place, directory, iteration, agreement)
@@ -102,8 +105,21 @@ class TrainingLoop:
             job, progress, saving, self.place, self.pace, self.clock, preemption, self._boundaries,
             iteration=iteration, raising=raising, agreement=agreement,
         )  # fmt: skip
+        self._subscribe_behind_execution()
         if agreement is not None:
             agreement.follow(lambda: self._boundaries.under_way or progress.waiting > 0)
+
+    def _subscribe_behind_execution(self) -> None:
+        """Subscribe those that an anchor tells when the plan's work there is done."""
+        boundaries, end = self._boundaries, self._finish_if_asked
+        self._stream.add("boundaries", Subscriber(
+            step_ends=lambda key: boundaries.optimizer_stepped(key.name), training=boundaries.model_ran,
+        ))  # fmt: skip
+        self._stream.add("end", Subscriber(forward=end, gradient=end, step_begins=end, step_ends=end, evaluation=end))
+        self._stream.add("pace", Subscriber(evaluation=self.pace.evaluated))
+        if (planning := self.place.planning) is not None:
+            watch = planning.watch
+            self._stream.add("watch", Subscriber(model=watch.forward, evaluation=watch.evaluated))
 
     @property
     def execution(self) -> Execution:
@@ -262,7 +278,7 @@ class TrainingLoop:
         if self._agreement is not None:
             self._agreement.over(self.iteration)
         self._boundaries.close()
-        self.execution.stream.remove()
+        self._stream.remove()
         capturer = self.execution.capturer
         try:
             # Whatever has not been copied yet has not been written either: the capture in flight can still be whole.
@@ -345,66 +361,35 @@ class TrainingLoop:
                     epoch,
                 )  # fmt: skip
 
-    # What the hooks report: Listener
+    # What the anchors tell
 
-    @property
-    def stepped(self) -> Collection[str]:
-        return self._boundaries.stepped
+    def _begin_forward(self, model: str, arguments: Any) -> None:
+        """A whole model is about to run forward in training mode: without a loader, that may end an iteration."""
+        self._note_unseen_steps()
+        if (boundary := self._boundaries.forward()) is not None:
+            hung = self._stream.hung
+            if (planning := self.place.planning) is not None:
+                planning.warns_unsaved = False  # the batch of this iteration was drawn before its begin
+            self._finish(boundary)
+            if self._stream.hung != hung:  # hung in too late for the forward that runs already
+                self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))
+        self._progress.restore_generators()
+        self.pace.saw(arguments)
 
-    def on_stepped(self, optimizer: str) -> None:
-        self._boundaries.optimizer_stepped(optimizer)
+    def _hint_at_step(self, _key: AnchorKey) -> None:
+        """An optimizer steps: without a loader, hint if all have stepped, and no forward has been seen since."""
+        if self._boundaries.ends_at_forward:
+            self._hints.give(hints.UNSEEN_END)
 
-    def on_forward(self, model: str, arguments: Any) -> None:
-        if self._job.loader is None:
-            self._note_unseen_steps()
-            if (boundary := self._boundaries.forward()) is not None:
-                hung = self.execution.stream.hung
-                if (planning := self.place.planning) is not None:
-                    planning.warns_unsaved = False  # the batch of this iteration was drawn before its begin
-                self._finish(boundary)
-                if self.execution.stream.hung != hung:  # hung in too late for the forward that runs already
-                    self.execution.reached(AnchorKey(AnchorKind.FORWARD, f"{model}/"))
-            self._progress.restore_generators()
-            self.pace.saw(arguments)
-        self.execution.capturer.note()  # batch norm writes its statistics; no optimizer's step need follow
-        if (planning := self.place.planning) is not None:
-            planning.watch.forward(model, arguments)
-
-    def on_evaluation(self) -> None:
+    def _finish_if_asked(self, *_key: AnchorKey) -> None:
+        """End the capture, if training is to end: it is safe then, whether or not the next boundary comes in time."""
         if self._preemption.asked:
-            self.execution.finish()
-        if not self._job.optimizers:  # otherwise it is a part of the iteration until they step
-            self.clock.enter(OTHER)
-        self.pace.evaluated()
-        if (planning := self.place.planning) is not None:
-            planning.watch.evaluated()
-
-    def on_training(self) -> None:
-        self._boundaries.model_ran()
-        self.clock.enter(FORWARD_BACKWARD)
-
-    def on_anchor(self, key: AnchorKey) -> None:
-        kind = key.kind
-        if kind is AnchorKind.OPTIMIZER_PRE:
-            self.clock.step_begins()
-            if self._boundaries.ends_at_forward:  # the optimizers have stepped, and no forward has been seen since
-                self._hints.give(hints.UNSEEN_END)
-        elif kind is AnchorKind.OPTIMIZER_POST:
-            self.clock.step_ends(FORWARD_BACKWARD if in_backward() else OTHER)
-        elif kind is AnchorKind.GRADIENT:
-            self.clock.enter(FORWARD_BACKWARD)
-        execution = self.place.execution
-        if not (execution.capturer.gathering or self._preemption.asked):
-            execution.reached(key)  # which has nothing to do but to take note
-            return
-        with self.clock.holding("anchors"):
-            execution.reached(key)
-            if self._preemption.asked:  # what is complete now is safe, whether or not the next boundary comes in time
-                execution.finish()
+            with self.clock.holding("anchors"):
+                self.execution.finish()
 
     def _note_unseen_steps(self) -> None:
         """Optimizers may have stepped in code that no anchor could leave; which of them is not known."""
-        if self.execution.stream.steps.take():
+        if self._stream.steps.take():
             self._boundaries.optimizer_stepped(*self._job.optimizers)
 
     # Ends

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from checkflow.anchors.occurrences import Place
 from checkflow.anchors.stream import AnchorStream, Subscriber
@@ -49,28 +49,17 @@ UNPLANNED = Plan(
 )
 
 
-class Listener(Protocol):
-    """Called by the hooks: the Checkpointer, which times them and finds boundaries."""
-
-    @property
-    def iteration(self) -> int: ...  # finished so far
-    @property
-    def stepped(self) -> Collection[str]: ...  # optimizers, since the last boundary
-    def on_stepped(self, optimizer: str) -> None: ...
-    def on_anchor(self, key: AnchorKey) -> None: ...
-    def on_forward(self, model: str, arguments: Any) -> None: ...
-    def on_training(self) -> None: ...
-    def on_evaluation(self) -> None: ...
-
-
 class Execution:
     """One plan in one job, from the boundary at which it is installed. MismatchError if the job lacks an anchor of it.
 
     Args:
         implementations: of the optimizers by name, as plans name them.
         deliver: takes each complete capture, on any thread.
-        raising: whether a fault is raised inside the user's loop, after it was handled.
         stream: of the job's anchors; outlives one plan.
+        iteration: returns the number of the last one that is finished.
+        stepped: the optimizers that have stepped since the last boundary; changes as training goes on.
+        holding: returns a context in which an anchor's work holds training.
+        raising: whether a fault is raised inside the user's loop, after it was handled.
         share: what this rank copies, if there are several.
     """
 
@@ -82,9 +71,11 @@ class Execution:
         engine: CopyEngine,
         buffers: StagingBuffers,
         deliver: Callable[[Capture], None],
-        listener: Listener,
         stream: AnchorStream,
         *,
+        iteration: Callable[[], int],
+        stepped: Collection[str],
+        holding: Callable[[], contextlib.AbstractContextManager[object]],
         implementations: Mapping[str, str],
         raising: bool,
         known_to_fit: bool = False,
@@ -101,7 +92,8 @@ class Execution:
         # Backward of GPU tensors and of host tensors runs on two threads at once.
         self._one_hook = threading.RLock()
         self._models, self._optimizers, self._walk = job.models, job.optimizers, job.walk
-        self._implementations, self._listener, self._raising = implementations, listener, raising
+        self._implementations, self._raising = implementations, raising
+        self._iteration, self._stepped, self._holding = iteration, stepped, holding
         self.capturer = Capturer(
             plan,
             program if job.optimizers else self._compile(),
@@ -137,7 +129,7 @@ class Execution:
 
     def _give_up(self, error: Exception) -> bool:
         """Void the checkpoint under way; returns whether to raise the error to training."""
-        step = self.capturer.step or self._listener.iteration
+        step = self.capturer.step or self._iteration()
         lost = self.capturer.abort()
         if isinstance(error, WrittenError):
             self.capturer.settled.drop([error.name])
@@ -171,7 +163,7 @@ class Execution:
         """An anchor fired: do the plan's work and the guards' before the job continues."""
         self._fired = True
         if self.capturer.gathering:
-            with self._one_hook:
+            with self._holding(), self._one_hook:
                 try:
                     self._guard(key)
                 except Exception as error:
@@ -180,7 +172,6 @@ class Execution:
         elif key.kind is AnchorKind.GRADIENT:
             self.stream.skip_gradients()
         if key.kind is AnchorKind.OPTIMIZER_POST:
-            self._listener.on_stepped(key.name)
             self.capturer.note()  # what has written, and what the loop may write next
 
     def end_iteration(self, *, due: bool, quiet: bool) -> None:
@@ -253,14 +244,17 @@ class Execution:
 
     def _subscribe(self) -> None:
         """Hang hooks at the anchors that have work, in place of those of the plan before."""
-        listener, reached = self._listener, self._listener.on_anchor
+        reached = self.reached
         subscriber = Subscriber(
             places=frozenset((key.kind, key.name) for key in self._keys),
             forward=reached, gradient=reached, step_begins=reached, step_ends=reached,
-            model=listener.on_forward, training=listener.on_training, evaluation=listener.on_evaluation,
-            unseen=self._on_traced, repeated=self._on_repeated,
+            model=self._on_model, unseen=self._on_traced, repeated=self._on_repeated,
         )  # fmt: skip
         self.stream.subscribe("execution", subscriber)
+
+    def _on_model(self, _name: str, _arguments: Any) -> None:
+        """Batch norm writes its statistics; no optimizer's step need follow."""
+        self.capturer.note()
 
     def _on_repeated(self, optimizer: str) -> None:
         """Parameters are written between anchors: copy everything at the boundary from now on."""
@@ -349,5 +343,5 @@ class Execution:
         elif key.kind is AnchorKind.OPTIMIZER_POST:
             # EMA, clamps or another optimizer may now write what no operator writes.
             capturer.require_after_step()
-            if self._optimizers.keys() <= {*self._listener.stepped, key.name}:
+            if self._optimizers.keys() <= {*self._stepped, key.name}:
                 capturer.complete_iteration()

@@ -145,7 +145,7 @@ def test_each_gradient_is_an_anchor_while_a_capture_is_under_way(
 
 
 def test_subscribers_are_told_in_order_and_a_role_has_one() -> None:
-    """One that the job cannot serve changes nothing, hooks included."""
+    """One that the job cannot serve changes nothing, hooks included; nor does one without places hang any."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stream = AnchorStream({"model": model}, {"sgd": optimizer})
@@ -162,16 +162,18 @@ def test_subscribers_are_told_in_order_and_a_role_has_one() -> None:
         return told
 
     plain = hooks(model)
+    stream.add("clock", subscriber("clock"))
+    assert hooks(model) == plain
     stream.subscribe("plan", subscriber("first", "model/0"))
-    stream.subscribe("clock", subscriber("clock"))
+    hung = hooks(model)
+    stream.add("end", subscriber("end"))
     try:
-        assert forward() == ["first forward model/0", "clock forward model/0"]
-        hung = hooks(model)
+        assert (forward(), hooks(model)) == ([f"{name} forward model/0" for name in ("clock", "first", "end")], hung)
         with pytest.raises(MismatchError, match="module model/2, which the job does not have"):
             stream.subscribe("plan", subscriber("second", "model/0", "model/2"))
-        assert (forward(), hooks(model)) == (["first forward model/0", "clock forward model/0"], hung)
+        assert (forward(), hooks(model)) == ([f"{name} forward model/0" for name in ("clock", "first", "end")], hung)
         stream.subscribe("plan", subscriber("third", "model/1"))
-        assert (forward(), hooks(model)) == (["third forward model/1", "clock forward model/1"], hung)
+        assert (forward(), hooks(model)) == ([f"{name} forward model/1" for name in ("clock", "third", "end")], hung)
     finally:
         stream.remove()
     assert (forward(), hooks(model)) == ([], plain)

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from checkflow import api
 from checkflow.api import Checkpointer
 from checkflow.core import plan as plans
+from checkflow.core.graph import AnchorKey, AnchorKind
 from checkflow.core.training_step import TrainingStep
 from checkflow.runtime.data.loader import DataLoader
 from checkflow.runtime.loop import training_loop
@@ -149,14 +150,14 @@ def test_a_stall_does_not_grow_with_the_interval(interval: int) -> None:
 
 
 def test_a_step_within_a_step_and_one_that_raises() -> None:
-    hand = Hand()
+    hand, step = Hand(), AnchorKey(AnchorKind.OPTIMIZER_PRE, "sgd")
     clock = PhaseClock(hand)
     for begins, ends in ((2, 2), (2, 1), (1, 1), (0, 1), (1, 1)):
         for _ in range(begins):
-            clock.step_begins()
+            clock.step_begins(step)
             hand.wait(1)
         for _ in range(ends):
-            clock.step_ends(OTHER)
+            clock.step_ends(step)
             hand.wait(10)
         clock.end_iteration(captured=False)
     assert totals(clock) == {"update": (2 + 10) + (2 + 10) + 1 + 1, "other": 10 + 10 + 10 + 10}
