@@ -1,6 +1,6 @@
 """How a job's host memory lies in shared memory and beside its checkpoints, and its validation.
 
-docs/reference/files.md lists the files. :mod:`.tier` writes, :mod:`.orphans` reads, :mod:`.recovery` takes them.
+docs/reference/files.md lists the files. :mod:`.tier` writes, :mod:`.orphans` and :mod:`.recovery` read them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""At a job's start, puts on storage what the dead run had in host memory, to be resumed like any checkpoint.
+"""Reads and verifies what dead runs had in host memory, and frees what nobody can resume from.
 
-docs/explanation/memory-tier.md has the rules. Memory is freed only after the job was restored; what cannot be read or
-saved now stays for the next start.
+docs/explanation/memory-tier.md has the rules. By these, :mod:`.start.memory` decides what is put on storage.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import mmap
 import os
@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 from pydantic import ValidationError
 
-from checkflow.core.errors import CheckflowError, CorruptCheckpointError, LockedError, StorageError, UnsupportedError
+from checkflow.core.errors import CorruptCheckpointError, LockedError, StorageError, UnsupportedError
 from checkflow.runtime.format.digest import Digest, digest_memory
 from checkflow.runtime.format.layout import Layout, make_layout
 from checkflow.runtime.format.manifest import MAX_EXTRA_BYTES, MAX_MANIFEST_BYTES, MAX_STEP
@@ -80,70 +80,19 @@ class NewestStored:
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """A capture that matches its record."""
+class Found:
+    """A found capture is one that a dead run, or one of its ranks, has left on this machine.
 
-    record: CaptureRecord
-    run_id: str
-    layout: Layout
-    extra: bytes
-    memory: mmap.mmap
-
-
-@dataclass(frozen=True)
-class Reclaimed:
-    """What was put on storage, and where it lay."""
-
-    steps: frozenset[int] = frozenset()
-    path: Path | None = None
-
-    def give_back(self, directory: Path) -> None:
-        """Free the memory, since the job has been restored."""
-        with contextlib.suppress(OSError):
-            os.unlink(directory / MARK)
-        if self.path is not None:
-            remove(self.path)
-
-
-def reclaim(store: Store, mode: str | int) -> Reclaimed:
-    """Put the previous run's last capture on storage, older ones that retention would keep, and that of step ``mode``.
-
-    Raises StorageError or LockedError if that fails, or ``mode`` is "never"; captures stay where they are.
+    Attributes:
+        index: of its buffer.
+        void: an audit has refuted the plan that made it, and it has no audit of its own that says more.
     """
-    path = folder_of(store.directory)
-    tidy(() if path is None else (path,), store.directory)
-    if path is None:
-        return Reclaimed()
-    wanted = mode if isinstance(mode, int) else None
-    try:
-        loaded = _load_all(store, path, wanted)
-    except CorruptCheckpointError as error:
-        logger.warning("what the run before had in host memory is passed over: %s", error)
-        loaded = []
-    except OSError as error:
-        raise StorageError(
-            f"what the run before had in host memory cannot be read now: {error.strerror}; try again, or delete {path} "
-            "to give it up"
-        ) from error
-    if loaded and mode == "never":
-        raise StorageError(
-            f'resume="never", but the run before left step {loaded[0].record.step} of {store.directory} in host '
-            f"memory: choose another directory, or delete {path}"
-        )
-    if loaded:
-        delete_old(store)
-    steps = set()
-    needed = wanted if wanted is not None else max((one.record.step for one in loaded), default=NOTHING)
-    for one in sorted(loaded, key=lambda one: one.record.step != needed):
-        try:
-            _commit(store, path, one)
-        except StorageError as error:
-            if one.record.step == needed:
-                raise
-            logger.warning("%s", error)
-        else:
-            steps.add(one.record.step)
-    return Reclaimed(frozenset(steps), path)
+
+    path: Path
+    index: int
+    life: RunLife
+    record: CaptureRecord
+    void: bool = False
 
 
 def folder_of(directory: Path, mark: str = MARK) -> Path | None:
@@ -166,50 +115,30 @@ def folder_of(directory: Path, mark: str = MARK) -> Path | None:
         raise StorageError(f"cannot look for what the run before had in host memory: {error.strerror}") from error
 
 
-def _load_all(store: Store, path: Path, wanted: int | None) -> list[_Loaded]:
-    """The newest capture if newer than storage, others that retention would keep, and the wanted one; newest first."""
-    storage = newest_stored(store)
-    steps = {step for one in store.checkpoints() if (step := parse_step(one.name)) is not None}
-    loaded: list[_Loaded] = []
+def captures_in(path: Path) -> list[Found]:
+    """Return the captures in a dead run's folder. Raises CorruptCheckpointError, OSError."""
     with fs.folder(str(path)) as folder:
         life = read_life(path, folder)
-        left = {index: one for index, one in read_records(folder).items() if one.step not in steps}
-        stay = worth_keeping(store, [(one.step, one.info) for one in left.values()]) if left else frozenset()
-        refuted = refuted_plans(folder, left, life)
-        for index, record in sorted(left.items(), key=lambda item: -item[1].step):
-            try:
-                refuse_other_life(life, storage)
-                if record.step != wanted and (record.step < storage.step or (loaded and record.step not in stay)):
-                    continue
-                if is_void(record, refuted):
-                    raise CorruptCheckpointError("it was captured by a plan that does not fit its job")
-                loaded.append(_Loaded(record, life.run_id, *load(folder, index, record, life)[1:]))
-            except (CorruptCheckpointError, UnsupportedError, ValidationError) as error:
-                logger.warning("step %d in host memory is passed over: %s", record.step, words_of(error))
-    return loaded
+        found = [Found(path, index, life, one) for index, one in read_records(folder).items()]
+    doubtful = {one.record.plan_digest for one in found if _rests_on_plan(one.record)}
+    refuted = {one.record.plan_digest for one in found if one.record.plan_digest in doubtful and _refutes_plan(one)}
+    return [
+        dataclasses.replace(one, void=_rests_on_plan(one.record) and one.record.plan_digest in refuted) for one in found
+    ]
 
 
-def refuted_plans(folder: int, left: Mapping[int, CaptureRecord], life: RunLife) -> frozenset[str]:
-    """Digests of the plans that an audit of a capture, by buffer, refutes."""
-    audited = [(index, one) for index, one in left.items() if one.audited]
-    return frozenset(one.plan_digest for index, one in audited if _is_torn(folder, index, one, life))
+def _rests_on_plan(record: CaptureRecord) -> bool:
+    return record.by_plan and not record.audited
 
 
-def is_void(record: CaptureRecord, refuted: Collection[str]) -> bool:
-    """Whether a capture was made by a refuted plan, and has no audit of its own that says more."""
-    return record.by_plan and record.plan_digest in refuted and not record.audited
-
-
-def _is_torn(folder: int, index: int, record: CaptureRecord, life: RunLife) -> bool:
+def _refutes_plan(one: Found) -> bool:
     """Whether an audit refutes a capture, and the plan that made it."""
-    if not record.by_plan:
+    if not (one.record.by_plan and one.record.audited):
         return False
     try:
-        load(folder, index, record, life)
-    except _TornError:
-        return True
-    except (CorruptCheckpointError, UnsupportedError, ValidationError):
-        return False  # logged when it is taken
+        load(one)
+    except (CorruptCheckpointError, UnsupportedError, ValidationError) as error:  # logged when it is taken
+        return isinstance(error, _TornError)
     return False
 
 
@@ -235,20 +164,23 @@ def worth_keeping(store: Store, left: Iterable[tuple[int, Mapping[str, Any]]]) -
     return retention.kept(store.rules, [*known, *later], MAX_STEP)
 
 
-def load(
-    folder: int, index: int, record: CaptureRecord, life: RunLife
-) -> tuple[dict[str, Source], Layout, bytes, mmap.mmap]:
+def load(found: Found) -> tuple[dict[str, Source], Layout, bytes, mmap.mmap]:
     """What a capture's tensors are parts of, its layout, extra state and bytes.
 
-    Raises CorruptCheckpointError, UnsupportedError or ValidationError if they do not match its record.
+    Raises CorruptCheckpointError, UnsupportedError or ValidationError if they do not match its record, or it is void;
+    OSError if they are unreadable now.
     """
-    data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
-    extra = read_kept(folder, f"buffer-{index}.extra", MAX_EXTRA_BYTES)
-    if (xxhash.xxh3_128_hexdigest(data), xxhash.xxh3_128_hexdigest(extra)) != (record.layout, record.extra):
-        raise CorruptCheckpointError("its layout or its extra state is damaged")
-    tensors = LAYOUTS.validate_json(data)
-    layout = make_layout([one.record() for one in tensors], shard=life.rank, shards=life.ranks)
-    memory = _map(folder, f"buffer-{index}", layout.buffer_bytes)
+    if found.void:
+        raise CorruptCheckpointError("it was captured by a plan that does not fit its job")
+    record = found.record
+    with fs.folder(str(found.path)) as folder:
+        data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)
+        extra = read_kept(folder, f"buffer-{found.index}.extra", MAX_EXTRA_BYTES)
+        if (xxhash.xxh3_128_hexdigest(data), xxhash.xxh3_128_hexdigest(extra)) != (record.layout, record.extra):
+            raise CorruptCheckpointError("its layout or its extra state is damaged")
+        tensors = LAYOUTS.validate_json(data)
+        layout = make_layout([one.record() for one in tensors], shard=found.life.rank, shards=found.life.ranks)
+        memory = _map(folder, f"buffer-{found.index}", layout.buffer_bytes)
     view = memoryview(memory)
     for file in layout.files:  # another release may lay out files differently
         if view[file.staging_offset : file.staging_offset + len(file.header)] != file.header:
@@ -287,21 +219,6 @@ def delete_old(store: Store) -> None:
             store.went_on_from(step)
     except StorageError as error:  # logged when it is restored
         logger.debug("old checkpoints stay for now: %s", error)
-
-
-def _commit(store: Store, path: Path, one: _Loaded) -> None:
-    record = one.record
-    logger.info("step %d was complete in host memory when the run before ended: it is being saved", record.step)
-    try:
-        store.commit(
-            record.step, one.layout, memoryview(one.memory), one.extra, record.info,
-            ties=record.ties, absent=record.absent, plan_digest=record.plan_digest, retire=False, run_id=one.run_id,
-        )  # fmt: skip
-    except CheckflowError as error:
-        raise StorageError(
-            f"step {record.step} lies in host memory, where the run before left it, and cannot be saved: {error}; "
-            f"mend that, or delete {path} to give it up"
-        ) from error
 
 
 def tidy(own: Collection[Path], held: Path | None) -> None:

@@ -1,12 +1,14 @@
-"""Puts on storage what the ranks of a dead run had in host memory, as a version like others, before all restore.
+"""Puts on storage what a dead run had in host memory, as a version like others, before all restore.
 
 Each rank finds what lies on its machine, whichever rank left it. Rank 0 chooses versions of which all parts are found;
-ranks write the parts that they see, and rank 0 commits. docs/explanation/ranks.md has the rules.
+ranks write the parts that they see, and rank 0 commits. What one process has left is a version of one part.
+docs/explanation/memory-tier.md and ranks.md have the rules. Memory is freed only after the job was restored.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +21,9 @@ from checkflow.core.errors import CheckflowError, CorruptCheckpointError, Mismat
 from checkflow.core.graph import STRICT, Many
 from checkflow.runtime.format import manifest
 from checkflow.runtime.memory_tier import recovery
-from checkflow.runtime.memory_tier.orphans import mark_names, may_be_here, read_life, read_records, words_of
-from checkflow.runtime.memory_tier.records import MARK, CaptureRecord, RunLife, remove
+from checkflow.runtime.memory_tier.orphans import mark_names, may_be_here, words_of
+from checkflow.runtime.memory_tier.records import MARK, RunLife, remove
+from checkflow.runtime.memory_tier.recovery import Found
 from checkflow.runtime.persist.rank_commit import receipt_of, write_into, write_staged
 from checkflow.runtime.ranks.council import RECLAIM_SECONDS, Council
 from checkflow.runtime.ranks.receipts import LEAST_WAIT_SECONDS
@@ -47,16 +50,6 @@ class PartInMemory:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Such a part, and where it lies on this machine."""
-
-    path: Path
-    index: int  # of its buffer
-    life: RunLife
-    record: CaptureRecord
-
-
-@dataclass(frozen=True)
 class _Version:
     """All parts of a step of a dead run, by rank."""
 
@@ -77,12 +70,12 @@ class LeftMemory:
     rank: int  # that has looked
     marks: tuple[str, ...] = ()
     folders: tuple[Path, ...] = ()
-    found: tuple[_Found, ...] = ()
+    found: tuple[Found, ...] = ()
 
     def report(self) -> str:
         """For :class:`.ranks.records.StartReport`."""
-        records = [(one.life, one.record) for one in self.found]
-        kept = tuple(PartInMemory(life, one.step, one.plan_digest, one.info) for life, one in records)
+        there = [(one.life, one.record) for one in self.found if not one.void or one.life.ranks == 1]
+        kept = tuple(PartInMemory(life, one.step, one.plan_digest, one.info) for life, one in there)
         return _PARTS.dump_json(kept).decode() if kept else ""
 
     def assist(self, council: Council, store: SharedStore, attempt: Attempt, dead_run_id: str) -> None:
@@ -100,7 +93,7 @@ class LeftMemory:
         else:
             council.post_receipt(receipt_of(council, attempt, written=_WRITTEN.dump_json(written).decode()))
 
-    def parts_of(self, dead_run_id: str, step: int) -> list[_Found]:
+    def parts_of(self, dead_run_id: str, step: int) -> list[Found]:
         """What lies here of a version, the part of this rank's number first."""
         mine = [one for one in self.found if (one.life.run_id, one.record.step) == (dead_run_id, step)]
         return sorted(mine, key=lambda one: one.life.rank != self.rank)
@@ -114,68 +107,65 @@ class LeftMemory:
             remove(path)
 
 
-def look(directory: Path, rank: int, *, locked: bool, alone: bool = False) -> LeftMemory:
+def look(directory: Path, rank: int, *, locked: bool) -> LeftMemory:
     """Find what lies on this machine, and free what nobody can resume from.
 
     Args:
         directory: of the checkpoints; it may be missing.
         locked: whether this process holds its lock.
-        alone: leave out what one process has left: it is taken by :func:`.memory_tier.recovery.reclaim`.
 
     Raises:
         LockedError: another process uses such memory.
         StorageError: it cannot be read now.
     """
     try:
-        marks = tuple(mark for mark in mark_names(directory) if not alone or mark != MARK)
+        marks = mark_names(directory)
     except FileNotFoundError:
         marks = ()
     except OSError as error:
         raise StorageError(f"cannot read the checkpoint directory {directory}: {error.strerror}") from error
     here = [mark for mark in marks if may_be_here(mark)]
-    folders = tuple(path for mark in here if (path := recovery.folder_of(directory, mark)) is not None)
+    folders = {path: mark for mark in here if (path := recovery.folder_of(directory, mark)) is not None}
     recovery.tidy(folders, directory if locked else None)
-    found: list[_Found] = []
-    for path in folders:
+    found: list[Found] = []
+    for path, mark in folders.items():
+        whose = "the run before" if mark == MARK else "a rank of the run before"
         try:
-            found += _look_into(path)
+            found += recovery.captures_in(path)
         except CorruptCheckpointError as error:
-            logger.warning("what a rank of the run before had in host memory is passed over: %s", error)
+            logger.warning("what %s had in host memory is passed over: %s", whose, error)
         except OSError as error:
-            raise StorageError(
-                f"what a rank of the run before had in host memory cannot be read now: {error.strerror}; try again, or "
-                f"delete {path} to give it up"
-            ) from error
-    return LeftMemory(directory, rank, marks, folders, tuple(found))
+            raise _unreadable(path, error, whose) from error
+    return LeftMemory(directory, rank, marks, tuple(folders), tuple(found))
 
 
-def _look_into(path: Path) -> list[_Found]:
-    with fs.folder(str(path)) as folder:
-        life, left = read_life(path, folder), read_records(folder)
-        refuted = recovery.refuted_plans(folder, left, life)
-    return [_Found(path, index, life, one) for index, one in left.items() if not recovery.is_void(one, refuted)]
+def _unreadable(path: Path, error: OSError, whose: str = "the run before") -> StorageError:
+    return StorageError(
+        f"what {whose} had in host memory cannot be read now: {error.strerror}; try again, or delete {path} to give it "
+        "up"
+    )
 
 
-def _write_parts(folder: int, parts: Sequence[_Found], claim: str) -> tuple[Written, ...]:
+def _write_parts(folder: int, parts: Sequence[Found], claim: str) -> tuple[Written, ...]:
     """Write the parts that no other rank of this machine has claimed."""
     written = (_write_part(folder, one, claim) for one in parts)
     return tuple(one for one in written if one is not None)
 
 
-def _write_part(folder: int, one: _Found, claim: str) -> Written | None:
+def _write_part(folder: int, one: Found, claim: str) -> Written | None:
     """Write a part; None: another rank of this machine writes it, or it is damaged."""
     with fs.folder(str(one.path)) as kept:
         try:
             fs.close(fs.open_new(claim, dir_fd=kept, mode=0o600))
         except FileExistsError:
             return None
-        try:
-            sources, layout, extra, memory = recovery.load(kept, one.index, one.record, one.life)
-        except (CorruptCheckpointError, UnsupportedError, ValidationError) as error:
-            logger.warning(
-                "step %d of rank %d in host memory is passed over: %s", one.record.step, one.life.rank, words_of(error)
-            )
-            return None
+    try:
+        sources, layout, extra, memory = recovery.load(one)
+    except (CorruptCheckpointError, UnsupportedError, ValidationError) as error:
+        logger.warning(
+            "step %d of rank %d in host memory is passed over: %s", one.record.step, one.life.rank, words_of(error)
+        )
+        return None
     written = write_staged(
         folder, one.life.rank, one.life.ranks, layout, memoryview(memory), sources, extra,
         ties=one.record.ties, absent=one.record.absent,
@@ -187,20 +177,13 @@ def _write_part(folder: int, one: _Found, claim: str) -> Written | None:
 
 
 def reclaim_alone(store: Store, mode: str | int) -> tuple[int | None, Callable[[], None]]:
-    """One process: put on storage what the run before had in this machine's memory, however many ranks it had.
+    """One process: :func:`reclaim` what the run before had in this machine's memory, however many ranks it had.
 
-    Returns the newest step of that, and what frees the memory once the job is restored. Raises as
-    :func:`.memory_tier.recovery.reclaim`.
+    Returns the newest step of that, and what frees the memory once the job is restored. Raises as :func:`look`, too.
     """
-    found = recovery.reclaim(store, mode)
-    left = look(store.directory, 0, locked=True, alone=True)
+    left = look(store.directory, 0, locked=True)
     steps = reclaim(store, mode, left, {0: StartReport(kept=left.report())}, None)
-
-    def give_back() -> None:
-        found.give_back(store.directory)
-        left.give_back()
-
-    return max(found.steps | steps, default=None), give_back
+    return max(steps, default=None), left.give_back
 
 
 # -------------------------------------------------------------------------------------------------------------- rank 0
@@ -219,42 +202,30 @@ def reclaim(
     Raises:
         StorageError: that fails, or ``mode`` is "never"; memory stays as it is.
     """
-    versions = _newer(store, mode, [one for one in _versions(reports) if _is_of_storage(store, one)])
+    versions = _newer(store, mode, [one for one in _versions(store, reports) if _is_of_storage(store, one)])
     if not versions:
         return frozenset()
-    if mode == "never":
-        raise StorageError(
-            f'resume="never", but the run before left step {versions[0].step} of {store.directory} in host memory: '
-            "choose another directory, or give it up with checkflow memory --free --force"
-        )
-    if council is not None:
-        council.reclaim(store.run_id, versions[0].life.run_id)
-    recovery.delete_old(store)
+    if mode != "never":
+        if council is not None:
+            council.reclaim(store.run_id, versions[0].life.run_id)
+        recovery.delete_old(store)
     stay = recovery.worth_keeping(store, [(one.step, one.parts[0].info) for one in versions])
     done: set[int] = set()
     for one in sorted(versions, key=lambda one: one.step != mode):
-        if one.step != mode and done - {mode} and one.step not in stay:
+        if one.step != mode and one.step not in stay and any(step > one.step for step in done):
             continue
+        needed = one.step == mode if isinstance(mode, int) else not done
         try:
-            _commit(store, left, one, council)
-        except (CorruptCheckpointError, MismatchError) as error:
-            logger.warning("step %d in host memory is passed over: %s", one.step, error)
-        except StorageError as error:
-            needed = one.step == mode if isinstance(mode, int) else not done
-            message = (
-                f"step {one.step} lies in host memory, where the run before left it, and cannot be saved: {error}; "
-                "mend that, or give it up with checkflow memory --free --force"
-            )
-            if needed:
-                raise StorageError(message) from error
-            logger.warning("%s", message)
-        else:
-            done.add(one.step)
+            if _commit(store, mode, left, one, council, needed=needed):
+                done.add(one.step)
+        except (CorruptCheckpointError, MismatchError, UnsupportedError, ValidationError) as error:
+            logger.warning("step %d in host memory is passed over: %s", one.step, words_of(error))
     return frozenset(done)
 
 
-def _versions(reports: Mapping[int, StartReport]) -> list[_Version]:
-    """The steps of which all ranks' parts are there, newest first."""
+def _versions(store: Store, reports: Mapping[int, StartReport]) -> list[_Version]:
+    """The steps of which all ranks' parts are there, and which storage does not have, newest first."""
+    stored = {parse_step(path.name) for path in store.checkpoints()}
     found: dict[tuple[str, int, int], dict[int, PartInMemory]] = {}
     for rank, report in sorted(reports.items()):
         try:
@@ -263,7 +234,11 @@ def _versions(reports: Mapping[int, StartReport]) -> list[_Version]:
             raise StorageError(f"the report of rank {rank} is damaged: {words_of(error)}") from None
         for part in kept:
             found.setdefault((part.life.run_id, part.life.ranks, part.step), {})[part.life.rank] = part
-    whole = [(step, parts) for (_, ranks, step), parts in found.items() if parts.keys() == set(range(ranks))]
+    whole = [
+        (step, parts)
+        for (_, ranks, step), parts in found.items()
+        if step not in stored and parts.keys() == set(range(ranks))
+    ]
     lives = [max((part.life for part in parts.values()), key=lambda life: life.durable) for _, parts in whole]
     versions = [_Version(life, step, parts) for life, (step, parts) in zip(lives, whole, strict=True)]
     return sorted(versions, key=lambda one: -one.step)
@@ -281,14 +256,60 @@ def _is_of_storage(store: Store, one: _Version) -> bool:
 
 def _newer(store: Store, mode: str | int, versions: Sequence[_Version]) -> list[_Version]:
     """Of the run with the newest version, those that are newer than storage, and that of step ``mode``."""
-    steps = {parse_step(path.name) for path in store.checkpoints()}
     newest = recovery.newest_stored(store).step
-    wanted = [one for one in versions if one.step not in steps and (one.step > newest or one.step == mode)]
+    wanted = [one for one in versions if one.step > newest or one.step == mode]
     return [one for one in wanted if one.life.run_id == wanted[0].life.run_id]
 
 
-def _commit(store: Store, left: LeftMemory, one: _Version, council: Council | None) -> None:
+def _commit(
+    store: Store, mode: str | int, left: LeftMemory, one: _Version, council: Council | None, *, needed: bool
+) -> bool:
+    """Commit a version; returns whether it is on storage now, which one that is not ``needed`` may fail to be.
+
+    Raises StorageError as :func:`reclaim`, or if memory is unreadable now; another error if the version is damaged.
+    """
+    commit: Callable[[], object] = functools.partial(_commit_parts, store, left, one, council)
+    gives_up, why = "give it up with checkflow memory --free --force", ""
+    if council is None and one.life.ranks == 1:
+        part, *_ = left.parts_of(one.life.run_id, one.step)
+        commit = _loaded(store, part)
+        gives_up, why = f"delete {part.path}", " to give it up"
+    if mode == "never":
+        raise StorageError(
+            f'resume="never", but the run before left step {one.step} of {store.directory} in host memory: choose '
+            f"another directory, or {gives_up}"
+        )
     logger.info("step %d was complete in host memory when the run before ended: it is being saved", one.step)
+    try:
+        commit()
+    except (CorruptCheckpointError, MismatchError):
+        raise
+    except CheckflowError as error:
+        message = (
+            f"step {one.step} lies in host memory, where the run before left it, and cannot be saved: {error}; mend "
+            f"that, or {gives_up}{why}"
+        )
+        if needed:
+            raise StorageError(message) from error
+        logger.warning("%s", message)
+        return False
+    return True
+
+
+def _loaded(store: Store, one: Found) -> Callable[[], object]:
+    """Read and verify what one process has left; returns what commits it, in the form of one process."""
+    try:
+        _, layout, extra, memory = recovery.load(one)
+    except OSError as error:
+        raise _unreadable(one.path, error) from error
+    record = one.record
+    return lambda: store.commit(
+        record.step, layout, memoryview(memory), extra, record.info,
+        ties=record.ties, absent=record.absent, plan_digest=record.plan_digest, retire=False, run_id=one.life.run_id,
+    )  # fmt: skip
+
+
+def _commit_parts(store: Store, left: LeftMemory, one: _Version, council: Council | None) -> None:
     attempt = Attempt(0, one.step) if council is None else council.open_attempt(one.step, RECLAIM_SECONDS)
 
     def gather(root: int, folder: int) -> Gathered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,11 @@ from checkflow.core.paths import refuse_url
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.manifest import STAGES, is_own
 from checkflow.runtime.memory_tier import recovery
-from checkflow.runtime.memory_tier.orphans import mark_names, may_be_here, read_life, read_records
-from checkflow.runtime.memory_tier.records import CaptureRecord, RunLife
+from checkflow.runtime.memory_tier.orphans import mark_names, may_be_here
 from checkflow.runtime.store.discovery import find, find_valid, open_verified
 from checkflow.runtime.store.files import has_manifest, parse_step, run_of, step_name
 from checkflow.runtime.store.reader import Checkpoint
 from checkflow.runtime.store.trust import Trust
-from checkflow.runtime.system import fs
 
 _Forms = dict[str, tuple[tuple[int, ...], str]]  # by name, shape and dtype
 
@@ -110,22 +109,12 @@ def _on_storage(root: Path, paths: Sequence[Path], step: int | None, trust: Trus
     return found
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part is what a rank of a dead run has left of a step."""
-
-    path: Path
-    index: int  # of its buffer
-    life: RunLife
-    record: CaptureRecord
-
-
 def _in_memory(root: Path, paths: Sequence[Path], step: int | None) -> Peeked | None:
     """Return what the next start here would put on storage, and resume from; None: nothing, or its job lives."""
     stored = recovery.NewestStored()
     if paths and (number := parse_step(paths[0].name)) is not None:
         stored = recovery.NewestStored(number, run_of(paths[0]))
-    versions: dict[tuple[int, str, int], dict[int, _Part]] = {}  # by step, run and ranks
+    versions: dict[tuple[int, str, int], dict[int, recovery.Found]] = {}  # by step, run and ranks
     try:
         for part in _parts(root):
             key = part.record.step, part.life.run_id, part.life.ranks
@@ -147,29 +136,20 @@ def _in_memory(root: Path, paths: Sequence[Path], step: int | None) -> Peeked | 
     return None
 
 
-def _parts(root: Path) -> Iterator[_Part]:
+def _parts(root: Path) -> Iterator[recovery.Found]:
     for mark in filter(may_be_here, mark_names(root)):
-        if (path := recovery.folder_of(root, mark)) is None:
-            continue
-        try:
-            with fs.folder(str(path)) as folder:
-                life, left = read_life(path, folder), read_records(folder)
-                refuted = recovery.refuted_plans(folder, left, life)
-        except (CorruptCheckpointError, FileNotFoundError):
-            continue
-        for index, record in left.items():
-            if not recovery.is_void(record, refuted):
-                yield _Part(path, index, life, record)
+        if (path := recovery.folder_of(root, mark)) is not None:
+            with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
+                yield from recovery.captures_in(path)
 
 
-def _peeked_parts(parts: Sequence[_Part]) -> Peeked:
+def _peeked_parts(parts: Sequence[recovery.Found]) -> Peeked:
     """Describe a version that lies in memory. Raises as :func:`.memory_tier.recovery.load`."""
     forms: _Forms = {}
     ties: list[tuple[str, str]] = []
     extras = []
     for part in parts:
-        with fs.folder(str(part.path)) as folder:
-            sources, layout, extra, memory = recovery.load(folder, part.index, part.record, part.life)
+        sources, layout, extra, memory = recovery.load(part)
         memory.close()
         for name, placed in layout.tensors.items():
             source = sources.get(name)

@@ -93,6 +93,14 @@ def test_the_newest_step_that_all_ranks_have_counts_if_storage_is_older(data: st
             give_back(directory)
 
 
+@pytest.mark.parametrize("after", [1, 2])
+def test_of_what_one_process_and_what_ranks_have_left_the_newest_step_counts(tmp_path: Path, after: int) -> None:
+    DeadRun(tmp_path, "one", "one", ({5},)).leave()
+    DeadRun(tmp_path, "two", "fsdp 2", ({6}, {6})).leave()
+    assert start_again(tmp_path, after)[0] in (6, {6})
+    assert names(tmp_path) == [step_name(6)]
+
+
 def test_a_part_that_is_gone_leaves_what_storage_has(tmp_path: Path) -> None:
     """Its machine did not come back. Another rank's part of the same tensors does not stand for it."""
     stored(tmp_path, 4)
@@ -181,6 +189,13 @@ def test_ranks_that_are_to_begin_anew_are_told(tmp_path: Path) -> None:
 def test_going_back_to_a_step_that_memory_has_saves_the_newest_too(tmp_path: Path) -> None:
     DeadRun(tmp_path, "dead", "fsdp 2", ([5, 6, 7], [5, 6, 7])).leave()
     assert start_again(tmp_path, 2, 5)[0] == {5, 7}
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_going_back_to_the_newest_step_that_memory_has_saves_that_alone(tmp_path: Path, before: int) -> None:
+    DeadRun(tmp_path, "dead", KINDS[before], ([5, 6, 7],) * before).leave()
+    assert start_again(tmp_path, 1, 7) == [7]
+    assert names(tmp_path) == [step_name(7)]
 
 
 def test_what_retention_keeps_is_saved_beside_the_newest(tmp_path: Path) -> None:
