@@ -73,13 +73,11 @@ def read_plan(
 
 
 @contextlib.contextmanager
-def refusing_together(council: Council | None) -> Iterator[None]:
+def refusing_together(council: Council) -> Iterator[None]:
     """Have all ranks raise what one cannot start for, and leave the council."""
     try:
         yield
     except BaseException as error:
-        if council is None:
-            raise
         cause = council.refuse(error)
         council.close("it cannot start")
         if cause is error:
@@ -87,9 +85,9 @@ def refusing_together(council: Council | None) -> Iterator[None]:
         raise cause from error
 
 
-def check_job(job: Job, given: Plan | None, *, of_a_rank: bool = False) -> torch.device:
+def check_job(job: Job, given: Plan | None) -> torch.device:
     """Refuse a job that cannot be checkpointed, or not by this plan; returns the device of its state."""
-    device = compatibility.copied_device(job.models, job.optimizers, of_a_rank=of_a_rank)
+    device = compatibility.copied_device(job.models, job.optimizers, of_a_rank=job.walk.of_a_rank)
     refuse_hidden_state(job.optimizers)
     for name in {STATE, LOADER}.intersection((*job.models, *job.optimizers)):
         raise UnsupportedError(f"no model or optimizer can be called {name}, as files of other state are")
@@ -108,18 +106,18 @@ def assemble(
     given: Plan | None,
     arguments: Arguments,
     device: torch.device,
+    council: Council,
     *,
     check_plan: Callable[[Plan], object],
     make_planner: Callable[[], Planner],
-    council: Council | None = None,
 ) -> Parts:
-    """Open the directory, resume the job, and make all other parts; with all other ranks, if there are several."""
+    """Open the directory, resume the job, and make all other parts; with all other ranks."""
     asked, loader = arguments.asked, job.loader
     progress = Progress(loader, arguments.accept)
     preemption = Preemption(arguments.signals, arguments.grace_seconds, None if loader is None else loader.shield)
     resources.take_over(arguments.directory)
     with contextlib.ExitStack() as undo:
-        start = None if council is None else start_rank(council, arguments, job)
+        start = None if council.alone else start_rank(council, arguments, job)
         store = open_store(arguments) if start is None else start.store
         undo.callback(store.close)
         share = None if start is None else RankShare(start.view, job.models, job.optimizers)
@@ -145,15 +143,15 @@ def assemble(
             store, device, each=asked.every is not None or asked.every_seconds is not None,
             host_buffers=arguments.host_buffers, audit=arguments.audit,
             base=(NOTHING if resumed_from is None else resumed_from, run_id),
-            ranks=None if council is None else RankCommit(council, store),
+            ranks=None if council.alone else RankCommit(council, store),
             ranked=None if start is None else start.ranked,
         )  # fmt: skip
         undo.callback(saving.close)
         loop = TrainingLoop(
             job, iteration=resumed_from or 0, progress=progress, saving=saving, given=given, planning=planning,
             asked=asked, directory=store.directory, raising=arguments.raising, preemption=preemption,
-            agreement=None if council is None else Agreement(
-                council, by_number=asked.every is not None, grace_seconds=arguments.grace_seconds
+            agreement=Agreement(
+                council, preemption, by_number=asked.every is not None, grace_seconds=arguments.grace_seconds
             ),
             share=share,
         )  # fmt: skip

@@ -191,16 +191,15 @@ class Checkpointer:
         identity = find_identity(sharded=sharded)
         walk = StateWalk(models, optimizers, of_a_rank=identity is not None)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, walk)
-        council = None if identity is None else join(identity, Path(os.fspath(directory)).absolute())
+        council = join(identity, Path(os.fspath(directory)).absolute())
         with refusing_together(council):
-            if council is not None:
+            if not council.alone:
                 refuse_for_ranks(plan)
             given = read_plan(plan, asked.every, self._check_plan)
-            device = check_job(job, given, of_a_rank=council is not None)
+            device = check_job(job, given)
             parts = assemble(
-                job, given, arguments, device,
-                check_plan=self._check_plan, make_planner=self._make_planner, council=council,
-            )  # fmt: skip
+                job, given, arguments, device, council, check_plan=self._check_plan, make_planner=self._make_planner
+            )
         self._progress, self._preemption, self._store = parts.progress, parts.preemption, parts.store
         self._saving, self._loop, self._reporter = parts.saving, parts.loop, parts.reporter
         self.resumed_from = parts.resumed_from

@@ -79,13 +79,12 @@ class Reporter:
         resumed_from: int | None,
         imported: bool = False,
         reclaimed: int | None = None,
-        council: Council | None = None,
+        council: Council,
         on_report: Callable[[dict[str, float]], object] | None = None,
     ) -> None:
         self._on_report, self._called, self._call_seconds = on_report, -math.inf, 0.0  # the last by time.monotonic
         self._warned_of_call = False
-        self.speaks = council is None or council.rank == 0
-        self.ranks = 1 if council is None else council.world_size
+        self.speaks, self.ranks = council.rank == 0, council.world_size
         self._council = council
         self._loop, self._saving = loop, saving
         self._directory, self._run_id, self._resumed_from = directory, run_id, resumed_from
@@ -187,9 +186,7 @@ class Reporter:
         )
 
     def tell_ranks(self) -> None:
-        """Of several ranks: tell rank 0 what checkpoints have cost this one."""
-        if self._council is None:
-            return
+        """Tell rank 0 what checkpoints have cost this one."""
         loop, writer = self._loop, self._saving.writer
         held_seconds = sum(max(held, 0.0) for what, held in loop.clock.held_seconds.items() if what != "planning")
         self._council.note_costs(
@@ -197,7 +194,7 @@ class Reporter:
         )
 
     def _of_all_ranks(self) -> AllRanks | None:
-        if self._council is None or not self.speaks:
+        if not self.speaks:
             return None
         overview, silent = self._council.overview, self._council.view.silent
         return run_report.sum_up(self.ranks, sorted({*silent} - {*overview.left}), overview.costs)

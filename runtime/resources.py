@@ -36,7 +36,7 @@ class Resources:
     store: Store | SharedStore
     preemption: Preemption
     reporter: Reporter
-    council: Council | None = None  # of several ranks
+    council: Council
     thread: threading.Thread = field(default_factory=threading.current_thread)
     closed: bool = False
     lost: StorageError | None = None  # why the last checkpoint is not durable, once closed
@@ -62,9 +62,8 @@ class Resources:
         except Exception as reason:  # noqa: BLE001 - the caller says it: what else there is must be given back first
             error = error or reason
         self.lost = self.saving.close() or self.lost
-        if self.council is not None:
-            self.reporter.tell_ranks()
-            self.council.close()
+        self.reporter.tell_ranks()
+        self.council.close()
         ends = self.store.locked
         if ends:  # else this was done already, and another process may own the directory
             self.reporter.write(closed=True)

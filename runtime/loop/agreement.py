@@ -1,4 +1,4 @@
-"""What several ranks agree at boundaries: which ones are saved, and at which one training ends.
+"""What all ranks agree at boundaries: which ones are saved, and at which one training ends.
 
 The training thread reads what the council has heard, and sends no message. It waits at the last boundary alone.
 """
@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.member import View
 
@@ -17,16 +18,22 @@ _WAIT_SHARE = 0.6  # of the grace period: the rest is for the last checkpoint
 
 
 class Agreement:
-    """One rank's side of it.
+    """One rank's side of it. A process that trains alone saves what it wants, and ends as soon as a signal asks for it.
 
     Args:
         by_number: which boundaries are saved follows from their numbers alone.
         grace_seconds: from a signal to the end.
+
+    Attributes:
+        leads: whether this rank decides for all.
+        decides_alone: whether what this process alone knows may decide, at once: what it has measured, a capture that
+            has given way to a newer one, a signal.
     """
 
-    def __init__(self, council: Council, *, by_number: bool, grace_seconds: float) -> None:
-        self._council, self._by_number, self._grace_seconds = council, by_number, grace_seconds
-        self.leads = council.rank == 0
+    def __init__(self, council: Council, preemption: Preemption, *, by_number: bool, grace_seconds: float) -> None:
+        self._council, self._preemption, self._grace_seconds = council, preemption, grace_seconds
+        self.leads, self.decides_alone, self.world_size = council.rank == 0, council.alone, council.world_size
+        self._by_number = by_number or self.decides_alone
         self._view: View = council.view
         self._scheduled: deque[int] = deque(maxlen=_SCHEDULED)  # rank 0's
         self._ends_by: float | None = None  # time.monotonic
@@ -45,22 +52,24 @@ class Agreement:
         """Another plan runs on this rank; 0: none."""
         self._council.note_plan(interval)
 
-    @property
-    def world_size(self) -> int:
-        return self._council.world_size
-
     def arrive(self, step: int) -> bool:
         """Training has come to a boundary; returns whether it ends there, or waits there until that is agreed."""
+        if self.decides_alone:
+            return self._preemption.begin_ending()
+        if self._preemption.asked:
+            self.ask_end()
         self._view = view = self._council.note_boundary(step)
-        stops = view.stops_at(step)
-        if stops and self._ends_by is None:
+        if not view.stops_at(step):
+            return False
+        if self._ends_by is None:
             left_seconds = self._grace_seconds if view.end is None else view.end.left_seconds
             self._ends_by = time.monotonic() + _WAIT_SHARE * left_seconds
-        return stops
+        self._preemption.begin_ending()
+        return True
 
     def is_saved(self, step: int) -> bool:
         """Whether all ranks that end at this boundary save it: not where a rank is dead, or the grace period over."""
-        return self._view.end is not None and self._view.end.at == step
+        return self.decides_alone or (self._view.end is not None and self._view.end.at == step)
 
     def is_due(self, step: int, ahead: int, *, wanted: bool) -> bool:
         """Whether all ranks capture this boundary.
@@ -86,23 +95,30 @@ class Agreement:
         """Training has ended on this rank after this iteration; None: another loop begins."""
         self._council.note_over(step)
 
-    def leave(self, step: int, *, captured: bool) -> None:
-        """Training goes on from a boundary."""
-        self._council.leave_boundary(step, captured=captured)
+    def leave(self, step: int, *, captured: bool, ending: bool = False) -> bool:
+        """Go on from a boundary; returns whether training ends there instead, as all ranks have agreed.
 
-    def ends(self, step: int, *, captured: bool) -> bool:
-        """Wait at a boundary until it is agreed that training ends there; False: it goes on to a later one."""
+        Args:
+            ending: what :meth:`arrive` has returned.
+        """
+        if not ending:
+            self._council.leave_boundary(step, captured=captured)
+            return False
         left_seconds = 0.0 if self._ends_by is None else max(0.0, self._ends_by - time.monotonic())
-        return self._council.await_end(step, captured=captured, wait_seconds=left_seconds)
+        if self._council.await_end(step, captured=captured, wait_seconds=left_seconds):
+            self._preemption.ask_for_others(self._reason)
+            return True
+        self._preemption.goes_on()
+        return False
 
     @property
-    def reason(self) -> str:
+    def _reason(self) -> str:
         """Why training ends, in a word."""
         view = self._council.view
         if view.end is not None:
             return view.end.reason
         return "a rank that does not answer" if view.silent else "another rank"
 
-    def ask_end(self, reason: str) -> None:
+    def ask_end(self) -> None:
         """A signal asks this rank to end, and so all. Any thread may call it, more than once."""
-        self._council.request_end(reason, self._grace_seconds)
+        self._council.request_end(self._preemption.name or "a signal", self._grace_seconds)

@@ -39,7 +39,7 @@ class BoundaryActions:
         boundaries: where the iteration that is counted is to be forgotten.
         iteration: finished before, by the run that this one goes on from; 0: none.
         raising: whether a checkpoint that failed ends training.
-        agreement: with all other ranks, if there are several.
+        agreement: with all other ranks.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class BoundaryActions:
         *,
         iteration: int,
         raising: bool,
-        agreement: Agreement | None = None,
+        agreement: Agreement,
     ) -> None:
         self._agreement = agreement
         self._job, self._progress, self._saving, self._place = job, progress, saving, place
@@ -101,48 +101,19 @@ class BoundaryActions:
         held_seconds, measuring = self._held_seconds(), self._pace.measuring
         with self._clock.holding("boundary"):
             self._pace.ended(self.iteration + 1, epoch_end=boundary.epoch_end, held_seconds=held_seconds)
-        ending = self._ends_at(self.iteration + 1)
+        ending = self._agreement.arrive(self.iteration + 1)
         with self._clock.holding("planning"):
             self._change_plan(boundary, ending=ending)
         with self._clock.holding("boundary"):
             due = self._pass(boundary, ending=ending)
         part = "ends" if due and (boundary.epoch_end or boundary.last) else "measuring" if measuring else ""
         self._clock.end_iteration(captured=due, under_way=self._execution.capturer.under_way, part=part)
-        if self._agreement is not None:
-            ending = self._leave(self._agreement, ending=ending)
-        if ending:
+        if self._agreement.leave(self.iteration, captured=self.captured, ending=ending):
             self.end()
         planning = self._place.planning
         if planning is not None and not boundary.last and (self._job.loader is None or boundary.explicit):
             with self._clock.holding("planning"):
                 planning.begin()  # otherwise when the loader hands a batch out
-
-    def _ends_at(self, step: int) -> bool:
-        """Whether training ends at this boundary, or several ranks wait there until that is agreed."""
-        if self._agreement is None:
-            return self._preemption.begin_ending()
-        if self._preemption.asked:
-            self.ask_end()
-        if not self._agreement.arrive(step):
-            return False
-        self._preemption.begin_ending()
-        return True
-
-    def ask_end(self) -> None:
-        """A signal has come to this rank: of several, all are to end."""
-        if self._agreement is not None:
-            self._agreement.ask_end(self._preemption.name or "a signal")
-
-    def _leave(self, agreement: Agreement, *, ending: bool) -> bool:
-        """Go on from a boundary with all ranks; returns whether all end there instead."""
-        if not ending:
-            agreement.leave(self.iteration, captured=self.captured)
-            return False
-        if agreement.ends(self.iteration, captured=self.captured):
-            self._preemption.ask_for_others(agreement.reason)
-            return True
-        self._preemption.goes_on()
-        return False
 
     def _held_seconds(self) -> float:
         """For which training was held so far: for checkpoints, and by looks at it; not to record it, or to plan."""
@@ -176,7 +147,7 @@ class BoundaryActions:
 
     def _pass(self, boundary: Boundary, *, ending: bool) -> bool:
         """Bring the capture in flight to its end if this boundary is captured, and begin; returns whether it is."""
-        saved = ending and (self._agreement is None or self._agreement.is_saved(self.iteration + 1))
+        saved = ending and self._agreement.is_saved(self.iteration + 1)
         epoch_end, final = boundary.epoch_end, boundary.last or saved
         demanded = final or self._saving.metrics.ranks(self.iteration + 1)
         due = self._pace.is_due(self.iteration + 1, epoch_end=epoch_end, demanded=demanded)
@@ -207,7 +178,7 @@ class BoundaryActions:
         if lost == self._logged:
             return
         self._logged = lost
-        if self._agreement is not None and not self._agreement.leads:
+        if not self._agreement.leads:
             return
         if durable is None:
             logger.info("no checkpoint is on storage yet: a kill loses all that was trained so far")
@@ -222,6 +193,11 @@ class BoundaryActions:
         if not (self.captured or self._boundaries.under_way) and extra is not None:
             self.capture_passed(extra)
         self.end()
+
+    def end_between(self) -> None:
+        """End training between boundaries, where a signal asks for it. All ranks end at a boundary."""
+        if self._agreement.decides_alone and self._preemption.begin_ending():
+            self.end()
 
     def end(self) -> NoReturn:
         """Wait until storage has what was captured, and end training here."""
@@ -254,8 +230,7 @@ class BoundaryActions:
             self._execution.stream.boundary()  # what ran since (an evaluation) is no part of the iteration to come
             self._apply_audits()
             self._clock.shift(self._capture(self._passed_epoch_end, extra=extra))
-        if self._agreement is not None:
-            self._agreement.leave(self.iteration, captured=self.captured)
+        self._agreement.leave(self.iteration, captured=self.captured)
 
     def _apply_audits(self) -> None:
         writer = self._saving.writer
@@ -282,7 +257,7 @@ class BoundaryActions:
         if not (found := list(changes(first, form_of(self._job.walk, self._job.models, self._job.optimizers)))):
             return
         self._first_form = None
-        if self._agreement is None or self._agreement.leads:
+        if self._agreement.leads:
             more = f", and {len(found) - 1} more" if len(found) > 1 else ""
             logger.warning(
                 "step %d has another form than this run began with (%s%s): a script that resumes from it must bring "

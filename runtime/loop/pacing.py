@@ -85,7 +85,7 @@ class Pace:
     Args:
         directory: of the checkpoints; the profile is kept there.
         start: iterations that are finished already.
-        agreement: with all other ranks, if there are several. Rank 0 measures and decides for all.
+        agreement: with all other ranks. Rank 0 measures and decides for all.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Pace:
         place: PlanInPlace,
         directory: Path,
         start: int,
-        agreement: Agreement | None = None,
+        agreement: Agreement,
     ) -> None:
         self._agreement = agreement
-        self._follows = agreement is not None and not agreement.leads
+        self._follows = not agreement.leads
         self._asked, self._job, self._saving, self._place = asked, job, saving, place
         self._cache, self._directory = ProfileCache(directory), directory
         epoch = None if job.loader is None else job.loader.batches
@@ -110,8 +110,7 @@ class Pace:
         self._execution: Execution | None = None
         plan = place.plan
         self._interval = 0 if plan is None else plan.interval
-        if agreement is not None:
-            agreement.note_plan(self._interval)
+        agreement.note_plan(self._interval)
         # The job's own batch is known at the first boundary; until then it is taken to be the plan's.
         self._foreseen = None if plan is None else self._find_costs(plan, str(plan.fingerprint.batch))[1]
         self._place_controller(start, self._foreseen, quiet=True)  # the line at the start has it
@@ -209,16 +208,14 @@ class Pace:
         place = self._place
         early = place.plan is None and self._seen < UNDISTURBED and clock() - self._last < WORTH_SECONDS
         asked = self._asked.every is not None or self._asked.every_seconds is not None
-        ahead = 0 if self._agreement is None else self._agreement.ahead
-        due = (asked or not early) and self.controller.is_due(number + ahead)
-        if self._agreement is not None:
-            due = self._agreement.is_due(number, ahead, wanted=due)
-        self._regular = due
+        ahead, alone = self._agreement.ahead, self._agreement.decides_alone
+        wanted = (asked or not early) and self.controller.is_due(number + ahead)
+        self._regular = due = self._agreement.is_due(number, ahead, wanted=wanted)
         # What only rank 0 has measured cannot leave out an epoch's end, which all ranks capture unasked.
-        left_out = self._asked.every is not None or (self._agreement is None and self.controller.leaves_out_epochs)
+        left_out = self._asked.every is not None or (alone and self.controller.leaves_out_epochs)
         extra = demanded or (epoch_end and not left_out)
         # Of several ranks, a boundary was agreed some iterations ago: all others write it.
-        self.durable = extra or self._agreement is not None or self.controller.is_durable(number)
+        self.durable = extra or not alone or self.controller.is_durable(number)
         return due or extra
 
     def makes_room(self) -> bool:
@@ -249,7 +246,7 @@ class Pace:
         plan = self._place.plan
         own = 0 if plan is None else plan.interval
         replaced, first = self._execution is not self._place.execution, self._execution is None
-        if replaced and self._agreement is not None:
+        if replaced:
             self._agreement.note_plan(own)
         before, self._interval = self._interval, self._of_all(own)
         if not replaced and self._interval == before:
@@ -273,7 +270,7 @@ class Pace:
 
     def _of_all(self, own: int) -> int:
         """The interval of the plan that runs, or the longest of all ranks'; 0: there is none, or not on all."""
-        if self._agreement is None or self._follows or not own:
+        if self._follows or not own:
             return own
         longest = self._agreement.plan_interval
         if longest is None:
@@ -287,7 +284,7 @@ class Pace:
             every=self._place.every,
             planned=self._interval > 0,
             # Other ranks do not learn which captures storage takes.
-            tiers=self._saving.host_buffers > 1 and self._agreement is None,
+            tiers=self._saving.host_buffers > 1 and self._agreement.decides_alone,
             known=known,
             quiet=quiet,
         )
@@ -314,6 +311,6 @@ class Pace:
             batch=batch,
             plan="" if plan is None else plan.digest,
             device=f"{device_name(job.models)[1]}, {os.cpu_count()} cores",
-            ranks=1 if self._agreement is None else self._agreement.world_size,
+            ranks=self._agreement.world_size,
             file_system=f"{kind or 'unknown'}, {size_bytes} bytes",
         )

@@ -53,7 +53,7 @@ class TrainingLoop:
         directory: of the checkpoints.
         raising: whether a checkpoint that failed ends training.
         preemption: says when training is to end.
-        agreement: with all other ranks, if there are several.
+        agreement: with all other ranks.
         share: which part of the state this rank copies then.
 
     Raises:
@@ -73,7 +73,7 @@ class TrainingLoop:
         directory: Path,
         raising: bool,
         preemption: Preemption,
-        agreement: Agreement | None = None,
+        agreement: Agreement,
         share: RankShare | None = None,
     ) -> None:
         self._job, self._progress, self._saving, self._preemption = job, progress, saving, preemption
@@ -95,10 +95,11 @@ class TrainingLoop:
 
         read_peak = functools.partial(allocated_peak_bytes, job.models)
         self.clock = PhaseClock()
+        together = not agreement.decides_alone
         stream.add("clock", self.clock.subscriber(optimizers=bool(job.optimizers)))
         if job.loader is None:
             stream.add("loop", Subscriber(model=self._begin_forward, step_begins=self._hint_at_step))
-        self.place = PlanInPlace(given, planning, execute, asked.every, read_peak, several_ranks=agreement is not None)
+        self.place = PlanInPlace(given, planning, execute, asked.every, read_peak, several_ranks=together)
         self._agreement = agreement
         self.pace = Pace(asked, job, saving, self.place, directory, iteration, agreement)
         self._actions = BoundaryActions(
@@ -106,8 +107,7 @@ class TrainingLoop:
             iteration=iteration, raising=raising, agreement=agreement,
         )  # fmt: skip
         self._subscribe_behind_execution()
-        if agreement is not None:
-            agreement.follow(lambda: self._boundaries.under_way or progress.waiting > 0)
+        agreement.follow(lambda: self._boundaries.under_way or progress.waiting > 0)
 
     def _subscribe_behind_execution(self) -> None:
         """Subscribe those that an anchor tells when the plan's work there is done."""
@@ -140,8 +140,7 @@ class TrainingLoop:
 
     def begin_loop(self, *, in_steps: bool = False) -> None:
         """``epochs()`` or ``steps()`` is entered."""
-        if self._agreement is not None:
-            self._agreement.over(None)
+        self._agreement.over(None)
         self._boundaries.loop_begins(in_steps=in_steps)
 
     def end_epoch(self, *, last: bool = False) -> None:
@@ -211,7 +210,7 @@ class TrainingLoop:
             return
         # The last boundary may have been captured in vain: its capture may have given way. Ranks must decide alike, and
         # do not know that.
-        there = metrics.is_there(number) if self._agreement is None else self._actions.captured
+        there = metrics.is_there(number) if self._agreement.decides_alone else self._actions.captured
         if metrics.ranks(number) and boundaries.any_passed and not there:
             if boundaries.began:
                 logger.warning(
@@ -240,10 +239,8 @@ class TrainingLoop:
         self.leave_loop(early=False)
         self._hint_if_never_stepped()
         self._capture_last_boundary()
-        if self._agreement is not None:
-            self._agreement.over(self.iteration)
-        elif self._preemption.begin_ending():  # of several ranks, all have come to the end
-            self._actions.end()
+        self._agreement.over(self.iteration)
+        self._actions.end_between()
 
     def end_training(self) -> None:
         """The ``with`` block has ended, without an exception."""
@@ -275,8 +272,7 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Take the hooks away and bring the capture in flight to its end; once more, if that was interrupted."""
-        if self._agreement is not None:
-            self._agreement.over(self.iteration)
+        self._agreement.over(self.iteration)
         self._boundaries.close()
         self._stream.remove()
         capturer = self.execution.capturer
@@ -302,7 +298,7 @@ class TrainingLoop:
         return self._boundaries.is_expected(waiting=self._progress.waiting)
 
     def hasten(self) -> None:
-        self._actions.ask_end()
+        self._agreement.ask_end()
         try:
             self._saving.engine.hasten()
         except CheckflowError as error:  # it promises nothing, and who calls has more to do
@@ -400,8 +396,8 @@ class TrainingLoop:
             self._actions.end_iteration(boundary)
             return
         idle = not (self._boundaries.closed or self._boundaries.under_way or self._progress.waiting)
-        if idle and self._agreement is None and self._actions.captured and self._preemption.begin_ending():
-            self._actions.end()
+        if idle and self._actions.captured:
+            self._actions.end_between()
 
     def _finish_with_all_drawn(self, boundary: Boundary | None) -> None:
         """Likewise; every batch handed out so far has reached a step, if one was made."""

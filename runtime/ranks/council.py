@@ -37,12 +37,17 @@ _T = TypeVar("_T")
 class Council:
     """One rank's seat in the council; rank 0 has the chair, too.
 
+    Attributes:
+        alone: whether a process trains alone, so that nothing is to be agreed.
+
     Args:
         open_place: makes this rank's connection to the meeting place, on the council's thread; tried again while it
             raises StorageError.
         silent_seconds: after which a rank that says nothing counts as dead.
         start_seconds: within which all ranks come to the start.
     """
+
+    alone = False
 
     def __init__(
         self,

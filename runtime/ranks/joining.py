@@ -1,4 +1,4 @@
-"""How a rank comes to its council: by torch's store where there is one, by files in the directory otherwise.
+"""How a rank comes to its council: by torch's store where there is one, by files in the directory otherwise; or alone.
 
 The generation, a name that this start of the job has and no other, is agreed there. Launchers do not give one: torchrun
 counts restarts after failures, and not those after a change of its nodes, and its store outlives both.
@@ -9,24 +9,54 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from checkflow.core.errors import MissingShardsError, StorageError
+from checkflow.runtime.ranks.chair import Overview
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.file_meeting import FileMeeting
 from checkflow.runtime.ranks.identity import Identity
 from checkflow.runtime.ranks.meeting import MeetingPlace, wait_until
+from checkflow.runtime.ranks.member import View
 from checkflow.runtime.ranks.records import name_ranks
+from checkflow.runtime.ranks.rounds import Event
 
 ANSWER_SECONDS = 10.0  # for one answer of the store
 _counted = itertools.count()  # of this process's councils: all ranks make them in the same order
 
 
-def join(identity: Identity, directory: Path, *, silent_seconds: float = 15.0, start_seconds: float = 60.0) -> Council:
+class Alone(Council):
+    """The council of a process that trains alone: it has no thread and no meeting place."""
+
+    alone = True
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.view, self.overview = 0, 1, View(), Overview()
+        self._events: Any = types.SimpleNamespace(put=self._tell)
+
+    def _tell(self, event: Event) -> None:
+        """Nobody hears it."""
+
+    def refuse(self, error: BaseException) -> BaseException:
+        return error
+
+    def await_end(self, step: int, *, captured: bool, wait_seconds: float) -> bool:
+        return True
+
+    def close(self, reason: str = "done") -> None:
+        """Nothing is open."""
+
+
+def join(
+    identity: Identity | None, directory: Path, *, silent_seconds: float = 15.0, start_seconds: float = 60.0
+) -> Council:
     """Take this rank's seat. All ranks call it, in the same order where they call it more than once.
 
     Args:
+        identity: None: this process trains alone.
         directory: of the checkpoints, where ranks meet that have no TCP store.
         silent_seconds: after which a rank that says nothing counts as dead.
         start_seconds: within which all ranks call this, and within which they come to the start.
@@ -35,6 +65,8 @@ def join(identity: Identity, directory: Path, *, silent_seconds: float = 15.0, s
         MissingShardsError: a rank did not come in time; ``ranks`` names it, or rank 0.
         StorageError: the store cannot be reached.
     """
+    if identity is None:
+        return Alone()
     from checkflow.runtime.ranks.torch_meeting import TorchMeeting, store_address
 
     address = store_address()

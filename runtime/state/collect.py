@@ -74,7 +74,7 @@ class StateWalk:
 
     def __init__(self, models: Models, optimizers: Optimizers, *, of_a_rank: bool = False) -> None:
         self._models, self._optimizers = models, optimizers
-        self._of_a_rank = of_a_rank  # accept DTensors: see collect_state
+        self.of_a_rank = of_a_rank  # accept DTensors: see collect_state
         self._fsdp: list[Any] = _fsdp_modules(models) if of_a_rank else []
         self._state: TrainingState | None = None
         self._slots: list[tuple[Mapping[Any, Any] | _ScriptedTable, Any, Any]] = []
@@ -158,7 +158,7 @@ class StateWalk:
             self.outer = object()
         elif self._same_inside():
             return self._state
-        self._state = collect_state(self._models, self._optimizers, of_a_rank=self._of_a_rank)
+        self._state = collect_state(self._models, self._optimizers, of_a_rank=self.of_a_rank)
         self._remember()
         return self._state
 

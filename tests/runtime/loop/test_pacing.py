@@ -432,12 +432,14 @@ def test_of_several_ranks_storage_takes_all_that_was_agreed(tmp_path: Path, worl
     agreed: set[int] = set()
     plans_told: list[int] = []
     council: Any = types.SimpleNamespace(
-        rank=0, world_size=2, view=View(), overview=Overview(lead=2, plan_interval=3), note_plan=plans_told.append,
-        schedule=agreed.update,
+        rank=0, world_size=2, alone=False, view=View(), overview=Overview(lead=2, plan_interval=3),
+        note_plan=plans_told.append, schedule=agreed.update,
     )  # fmt: skip
     job = Job()
     with open_job(job, tmp_path) as checkpointer:
-        checkpointer._loop.pace._agreement = Agreement(council, by_number=False, grace_seconds=1.0)
+        checkpointer._loop.pace._agreement = Agreement(
+            council, checkpointer._preemption, by_number=False, grace_seconds=1.0
+        )
         train(job, checkpointer, world, 300)
     assert len(agreed) > 20
     assert {step for step in agreed if step <= 300} <= set(steps(tmp_path))
