@@ -6,7 +6,6 @@ If a step fails, the parts made before are closed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,13 +35,10 @@ from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.reporter import Reporter
 from checkflow.runtime.snapshot.program import compile_plan
 from checkflow.runtime.snapshot.share import RankShare
-from checkflow.runtime.start.memory import reclaim_alone
-from checkflow.runtime.start.other_ranks import refuse_loss
-from checkflow.runtime.start.ranks import RankStart, open_store, start_rank
+from checkflow.runtime.start.ranks import LoneStart, RankStart, start_rank
 from checkflow.runtime.state.collect import refuse_unsaved
 from checkflow.runtime.state.objects import log_fresh, refuse_unknown
 from checkflow.runtime.state.own_keys import warn_of_models
-from checkflow.runtime.state.restore import resume_from
 from checkflow.runtime.store.shared import SharedStore
 from checkflow.runtime.store.store import Store
 
@@ -117,34 +113,27 @@ def assemble(
     preemption = Preemption(arguments.signals, arguments.grace_seconds, None if loader is None else loader.shield)
     resources.take_over(arguments.directory)
     with contextlib.ExitStack() as undo:
-        start = None if council.alone else start_rank(council, arguments, job)
-        store = open_store(arguments) if start is None else start.store
+        start = start_rank(council, arguments, job)
+        store = start.store
         undo.callback(store.close)
-        share = None if start is None else RankShare(start.view, job.models, job.optimizers)
+        share = None if start.view is None else RankShare(start.view, job.models, job.optimizers)
         planning = None
         if given is None:
-            cache = PlanCache(store.directory, arguments.plan_limits, None if start is None else start.view)
+            cache = PlanCache(store.directory, arguments.plan_limits, start.view)
             planning = Planning(
                 job, cache, make_planner(), check_plan, arguments.plan_limits, follow=arguments.follow, share=share
             )
             for name in [name for name, optimizer in job.optimizers.items() if closures_repeat(optimizer)][:1]:
                 planning.forgo(name)
-        if start is None:
-            assert isinstance(store, Store)
-            reclaimed, give_back = reclaim_alone(store, arguments.resume)
-            resumed_from, imported, run_id = _resume(store, arguments, job, progress, given)
-        else:
-            reclaimed, give_back = start.reclaimed, start.left.give_back
-            resumed_from, imported, run_id = _resume(start, arguments, job, progress, given)
-        give_back()
-        if arguments.rules.monitor is not None and isinstance(store, Store):
+        resumed_from, imported, run_id = _resume(start, arguments, job, progress, given)
+        start.give_back()
+        if arguments.rules.monitor is not None:
             store.look()  # the best of earlier runs still counts
         saving = Saving(
-            store, device, each=asked.every is not None or asked.every_seconds is not None,
+            store, RankCommit(council, store), device,
+            each=asked.every is not None or asked.every_seconds is not None,
             host_buffers=arguments.host_buffers, audit=arguments.audit,
-            base=(NOTHING if resumed_from is None else resumed_from, run_id),
-            ranks=None if council.alone else RankCommit(council, store),
-            ranked=None if start is None else start.ranked,
+            base=(NOTHING if resumed_from is None else resumed_from, run_id), ranked=start.ranked,
         )  # fmt: skip
         undo.callback(saving.close)
         loop = TrainingLoop(
@@ -158,18 +147,16 @@ def assemble(
         undo.callback(loop.close)
         reporter = Reporter(
             job, loop, saving, store.directory,
-            run_id=store.run_id, resumed_from=resumed_from, imported=imported,
-            reclaimed=reclaimed,
+            run_id=store.run_id, resumed_from=resumed_from, imported=imported, reclaimed=start.reclaimed,
             council=council, on_report=arguments.on_report,
         )  # fmt: skip
-        if start is not None:
-            start.agree(job)
+        start.agree(job)
         undo.pop_all()
     return Parts(progress, preemption, store, saving, loop, reporter, resumed_from)
 
 
 def _resume(
-    source: Store | RankStart, arguments: Arguments, job: Job, progress: Progress, plan: Plan | None
+    start: LoneStart | RankStart, arguments: Arguments, job: Job, progress: Progress, plan: Plan | None
 ) -> tuple[int | None, bool, str]:
     """The step that the job resumed from, whether it was imported weights, and the run that made it."""
     script, asked = arguments.hyperparameters == "script", hyperparameters.ask(job)
@@ -178,15 +165,7 @@ def _resume(
     def place(extra: Mapping[str, Any]) -> None:
         progress.resume(hyperparameters.placed(job, asked, extra, script=script))
 
-    if isinstance(source, RankStart):
-        resumed = source.restore(job, arguments, place)
-    else:
-        resumed = resume_from(
-            source, arguments.resume, job.models, job.optimizers, job.objects,
-            host_tensors=None if plan is None else plan.host_tensors,
-            fresh=arguments.fresh, place=place,
-            check=functools.partial(refuse_loss, job=job, ranks=1, accepted="ranks" in arguments.accept),
-        )  # fmt: skip
+    resumed = start.restore(job, arguments, place, None if plan is None else plan.host_tensors)
     progress.hyperparameters = hyperparameters.record(asked)
     if resumed is None:
         refuse_unknown(arguments.fresh, job.objects)
@@ -196,7 +175,7 @@ def _resume(
         progress.dropped = resumed.fitted.dropped
         if resumed.fitted.anew or resumed.fitted.gone:
             rates = hyperparameters.begin_schedules(job, made, resumed.fitted)
-            if not isinstance(source, RankStart) or not source.council.rank:
+            if start.store.commits:
                 log_fresh(resumed.fitted, rates)
         goes_on = hyperparameters.settle(job, asked, resumed.extra, script=script)
         progress.hyperparameters = hyperparameters.record(goes_on)

@@ -90,7 +90,7 @@ class Metrics:
     def warn_missing(self) -> None:
         """At the end of training, warn if the metric that ranks checkpoints was never recorded."""
         rules = self.rules
-        if isinstance(self._store, Store) and rules.keep_best and rules.monitor not in self._names:
+        if self._store.commits and rules.keep_best and rules.monitor not in self._names:
             recorded = f", but {', '.join(sorted(self._names))}" if self._names else ""
             logger.warning("keep_best=%d: no metric %s was recorded%s", rules.keep_best, rules.monitor, recorded)
 

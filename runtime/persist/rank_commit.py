@@ -1,4 +1,4 @@
-"""Commits captures of several ranks: each rank writes its part into one directory, and rank 0 makes a version of it.
+"""Commits captures: one process's, or several ranks', of which each writes its part into one directory.
 
 It runs on each rank's writer thread. docs/explanation/ranks.md has the protocol.
 """
@@ -68,9 +68,14 @@ class RankCommit:
             MissingShardsError: a rank has not written in time, or cannot; ``ranks`` names it.
             StorageError, MismatchError: there is no such version, on no rank.
         """
-        if isinstance(self._store, Store):
+        if not isinstance(self._store, Store):  # rank 0 has it
+            return self._follow(capture, extra)
+        if not self._council.alone:
             return self._lead(self._store, capture, extra, info)
-        return self._follow(capture, extra)
+        return self._store.commit(  # a version of one part has the bytes that it always had
+            capture.step, capture.layout, capture.buffer.view, extra, info,
+            ties=capture.ties, absent=capture.absent, plan_digest=capture.plan_digest,
+        )  # fmt: skip
 
     def over(self, step: int) -> None:
         """A capture has ended, committed or not: no later attempt finds it here."""

@@ -49,20 +49,19 @@ class Saving:
         each: commit every capture, even if training must wait for storage; otherwise storage takes the newest one.
         audit: every how many captures to audit; 0: only the first ones.
         base: the step that the job resumed from, and the run that made it.
-        ranks: commits with all other ranks, if there are several.
+        ranks: commits with all other ranks.
         ranked: the best checkpoints at the start, by which all ranks judge.
     """
 
     def __init__(
-        self, store: Store | SharedStore, device: torch.device, *, each: bool, host_buffers: int, audit: int,
-        base: tuple[int, str] = (NOTHING, ""), ranks: RankCommit | None = None,
-        ranked: Sequence[Known] | None = None,
+        self, store: Store | SharedStore, ranks: RankCommit, device: torch.device, *, each: bool, host_buffers: int,
+        audit: int, base: tuple[int, str] = (NOTHING, ""), ranked: Sequence[Known] | None = None,
     ) -> None:  # fmt: skip
         self._store, self._each, self._audit_every = store, each, audit
         self.host_buffers = host_buffers
         self._ranks = ranks
         # Rank 0's writer decides which captures give way to newer ones. Others keep what it may still ask for.
-        follows = isinstance(store, SharedStore)
+        follows = not store.commits
         self._base_step = None if base[0] == NOTHING else base[0]
         self.metrics = Metrics(store, ranked)
         self.captures = 0
@@ -71,8 +70,8 @@ class Saving:
         with contextlib.ExitStack() as undo:
             self.engine, locking = make_engine(device)
             undo.callback(self.engine.close)
-            rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-            self.tier = MemoryTier(store.directory, RunLife(store.run_id, *base, rank=rank, ranks=world_size))
+            life = RunLife(store.run_id, *base, rank=ranks.rank, ranks=ranks.world_size)
+            self.tier = MemoryTier(store.directory, life)
             tier = self.tier if host_buffers > 1 else None  # a single buffer is seldom complete
             self.buffers = StagingBuffers(host_buffers + follows, locking, self._urge, tier)
             undo.callback(self.buffers.close)
@@ -188,16 +187,8 @@ class Saving:
     def _commit(self, capture: Capture) -> Path:
         extra = capture.extra if isinstance(capture.extra, bytes) else capture.extra()
         info = {**capture.info, **self.metrics.info(capture.step)}
-        if self._ranks is not None:
-            path = self._ranks.commit(capture, extra, info)
-        else:
-            assert isinstance(self._store, Store)
-            path = self._store.commit(
-                capture.step, capture.layout, capture.buffer.view, extra, info,
-                ties=capture.ties, absent=capture.absent, plan_digest=capture.plan_digest,
-            )  # fmt: skip
-        if isinstance(self._store, Store):
-            capture.written_at, capture.published_at = self._store.committed_at
+        path = self._ranks.commit(capture, extra, info)
+        capture.written_at, capture.published_at = self._store.committed_at
         self.tier.stored(capture.step)
         return path
 
@@ -214,6 +205,5 @@ class Saving:
 
     def _recycle(self, capture: Capture) -> None:
         self.metrics.ended(capture.step)
-        if self._ranks is not None:
-            self._ranks.over(capture.step)
+        self._ranks.over(capture.step)
         self.buffers.give_back(capture.buffer)

@@ -1,11 +1,12 @@
-"""How one of several ranks starts: all restore the step that rank 0 finds, each its own part, or all refuse."""
+"""How a job starts: all ranks restore the step that rank 0 finds, each its own part, or all refuse."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.file_meeting import remove_earlier
 from checkflow.runtime.ranks.records import Start, StartReport, name_ranks
 from checkflow.runtime.start.alike import subjects
-from checkflow.runtime.start.memory import LeftMemory, look, reclaim
+from checkflow.runtime.start.memory import LeftMemory, look, reclaim, reclaim_alone
 from checkflow.runtime.start.other_ranks import refuse_loss
 from checkflow.runtime.state import half_restored
 from checkflow.runtime.state.meshes import RankView
-from checkflow.runtime.state.restore import Resumed, as_asked, naming, restore_rank
+from checkflow.runtime.state.restore import Resumed, as_asked, naming, restore_rank, resume_from
 from checkflow.runtime.state.stages import held_elsewhere
 from checkflow.runtime.store import retention
 from checkflow.runtime.store.discovery import recover, refuse
@@ -38,6 +39,34 @@ from checkflow.runtime.store.store import Store
 logger = logging.getLogger("checkflow")
 
 RESTORE_SECONDS = 1800.0  # until all ranks have restored; one that ends or refuses ends the wait at once
+_Place = Callable[[Mapping[str, Any]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoneStart:
+    """The start of a process that trains alone. Where a version is damaged, it goes on from an older one.
+
+    Attributes:
+        reclaimed, give_back: as of :class:`RankStart`.
+    """
+
+    store: Store
+    reclaimed: int | None
+    give_back: Callable[[], None]
+    view = ranked = None
+
+    def restore(
+        self, job: Job, arguments: Arguments, place: _Place, host_tensors: Collection[str] | None
+    ) -> Resumed | None:
+        """Restore what ``resume`` asks for. Raises as :func:`.state.restore.resume_from`."""
+        return resume_from(
+            self.store, arguments.resume, job.models, job.optimizers, job.objects,
+            host_tensors=host_tensors, fresh=arguments.fresh, place=place,
+            check=functools.partial(refuse_loss, job=job, ranks=1, accepted="ranks" in arguments.accept),
+        )  # fmt: skip
+
+    def agree(self, job: Job) -> None:
+        """Nobody else has restored."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +94,13 @@ class RankStart:
     def view(self) -> RankView:
         return RankView(self.council.rank, self.council.world_size, pipelined=self.pipelined)
 
-    def restore(self, job: Job, arguments: Arguments, place: Callable[[Mapping[str, Any]], None]) -> Resumed | None:
+    def give_back(self) -> None:
+        """Free what dead ranks have left, since the job has been restored."""
+        self.left.give_back()
+
+    def restore(
+        self, job: Job, arguments: Arguments, place: _Place, host_tensors: Collection[str] | None
+    ) -> Resumed | None:
         """Restore this rank's part of the step, and its random numbers.
 
         Raises:
@@ -84,8 +119,8 @@ class RankStart:
         try:
             half_restored.lift(job.models, job.optimizers)
             resumed = restore_rank(
-                path, self.view, job.models, job.optimizers, job.objects, None, fresh=arguments.fresh, place=place,
-                begin=begin, trust=self.store.trust,
+                path, self.view, job.models, job.optimizers, job.objects, host_tensors,
+                fresh=arguments.fresh, place=place, begin=begin, trust=self.store.trust,
             )  # fmt: skip
         except BaseException as error:
             if isinstance(error, CorruptCheckpointError):
@@ -96,11 +131,10 @@ class RankStart:
                 if isinstance(error, CheckflowError):
                     raise type(error)(f"{error}; {half_restored.WARNING}") from error
             raise
-        if isinstance(self.store, Store):
-            if isinstance(arguments.resume, int):
-                self.store.rewind(arguments.resume)
-            self.store.went_on_from(self.step)
-        elif resumed.of_this_rank is None and not resumed.imported:
+        if isinstance(arguments.resume, int):
+            self.store.rewind(arguments.resume)
+        self.store.went_on_from(self.step)
+        if self.council.rank and resumed.of_this_rank is None and not resumed.imported:
             logger.info(
                 "rank %d is new since step %d: its random numbers follow from those of rank 0",
                 self.view.rank,
@@ -174,8 +208,19 @@ def open_store(arguments: Arguments, generation: str = "") -> Store:
     return store
 
 
-def start_rank(council: Council, arguments: Arguments, job: Job) -> RankStart:
+def _start_alone(arguments: Arguments) -> LoneStart:
+    store = open_store(arguments)
+    try:
+        return LoneStart(store, *reclaim_alone(store, arguments.resume))
+    except BaseException:
+        store.close()
+        raise
+
+
+def start_rank(council: Council, arguments: Arguments, job: Job) -> LoneStart | RankStart:
     """Come to the start with all ranks. Rank 0 opens the directory, and finds the newest step."""
+    if council.alone:  # it passes over what is damaged, which ranks cannot do each by itself
+        return _start_alone(arguments)
     mode, rules = arguments.resume, arguments.rules
     report = StartReport(subjects(arguments, job, RankView(council.rank, council.world_size)), names=_names_of(job))
 

@@ -61,6 +61,8 @@ class Store:
         ValueError: a rule, or the run id, is out of its range.
     """
 
+    commits = True  # unlike shared.SharedStore
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
