@@ -116,7 +116,7 @@ def assemble(
         start = start_rank(council, arguments, job)
         store = start.store
         undo.callback(store.close)
-        share = None if start.view is None else RankShare(start.view, job.models, job.optimizers)
+        share = RankShare(start.view, job.models, job.optimizers)
         planning = None
         if given is None:
             cache = PlanCache(store.directory, arguments.plan_limits, start.view)
@@ -165,7 +165,7 @@ def _resume(
     def place(extra: Mapping[str, Any]) -> None:
         progress.resume(hyperparameters.placed(job, asked, extra, script=script))
 
-    resumed = start.restore(job, arguments, place, None if plan is None else plan.host_tensors)
+    resumed = start.restore(job, arguments, place, plan)
     progress.hyperparameters = hyperparameters.record(asked)
     if resumed is None:
         refuse_unknown(arguments.fresh, job.objects)

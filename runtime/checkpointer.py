@@ -43,7 +43,7 @@ from checkflow.runtime.data.worker_processes import is_lost_worker
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.log_handler import show_lines
 from checkflow.runtime.ranks.identity import find_identity
-from checkflow.runtime.ranks.joining import join
+from checkflow.runtime.ranks.joining import Alone, join
 from checkflow.runtime.reporter import start_line
 from checkflow.runtime.snapshot.capturer import CaptureReport
 from checkflow.runtime.state.collect import Stateful, StateWalk
@@ -191,9 +191,9 @@ class Checkpointer:
         identity = find_identity(sharded=sharded)
         walk = StateWalk(models, optimizers, of_a_rank=identity is not None)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, walk)
-        council = join(identity, Path(os.fspath(directory)).absolute())
+        council = Alone() if identity is None else join(identity, Path(os.fspath(directory)).absolute())
         with refusing_together(council):
-            if not council.alone:
+            if not council.alone:  # each rank's plan is another one
                 refuse_for_ranks(plan)
             given = read_plan(plan, asked.every, self._check_plan)
             device = check_job(job, given)

@@ -190,7 +190,7 @@ class DataLoader(ResumableLoader, Generic[_T_co]):
     @property
     def share(self) -> Share:
         """This process's part of each step."""
-        if self._share is not None:
+        if self._share is not None:  # the user has said which
             return self._share
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return Share(torch.distributed.get_rank(), torch.distributed.get_world_size())

@@ -33,8 +33,8 @@ class PlanInPlace:
         planning: where plans come from if none was given.
         execute: installs a plan's hooks in the job.
         every: iterations from one checkpoint to the next, if the user asked for that.
-        several_ranks: whether others save the same boundaries, by plans that may have other intervals.
         read_peak: the peak of allocated device memory in bytes, if known.
+        rounds: whether ``every`` becomes a multiple of a plan's interval: other ranks' plans may have other intervals.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class PlanInPlace:
         every: int | None,
         read_peak: Callable[[], int | None],
         *,
-        several_ranks: bool = False,
+        rounds: bool,
     ) -> None:
-        self._several_ranks = several_ranks
+        self._rounds = rounds
         self.planning, self._execute, self._asked_every, self._read_peak = planning, execute, every, read_peak
         self.peak_before_bytes = read_peak()  # before this plan ran
         self.every = every  # iterations between durable checkpoints, a multiple of the plan's interval
@@ -164,7 +164,7 @@ class PlanInPlace:
         if arrival.plan is None:
             self.every = self._asked_every
             return
-        if not self._several_ranks:
+        if self._rounds:
             self.every = compatibility.round_every(self._asked_every, arrival.plan.interval)
 
     def _log_placed(self, arrival: Arrival) -> None:

@@ -17,7 +17,7 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError, StorageError
 from checkflow.core.plan import Fingerprint, Plan
 from checkflow.core.planner_api import PlanLimits, plan_name
-from checkflow.runtime.state.meshes import RankView
+from checkflow.runtime.state.meshes import ALONE, RankView
 from checkflow.runtime.system import fs
 
 logger = logging.getLogger("checkflow")
@@ -34,12 +34,12 @@ class PlanCache:
     Args:
         directory: exists, and is locked by this process, or by rank 0.
         limits: the user's for a plan; plans made for others do not count.
-        rank: whose plans these are, if there are several.
+        rank: whose plans these are.
     """
 
-    def __init__(self, directory: Path, limits: PlanLimits, rank: RankView | None = None) -> None:
+    def __init__(self, directory: Path, limits: PlanLimits, rank: RankView = ALONE) -> None:
         self._directory, self._limits = directory, limits
-        self._folders = (FOLDER,) if rank is None else (FOLDER, f"{rank.rank:05d}-of-{rank.world_size:05d}")
+        self._folders = (FOLDER,) if rank.whole else (FOLDER, f"{rank.rank:05d}-of-{rank.world_size:05d}")
         self.folder = directory.joinpath(*self._folders)
         self._damaged: set[str] = set()  # names that were logged as damaged
 

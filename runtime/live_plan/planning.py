@@ -96,7 +96,7 @@ class Planning:
     Args:
         check: replays a plan before it runs.
         follow: whether a job that changes gets a new plan.
-        share: what this rank copies, if there are several.
+        share: what this rank copies.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Planning:
         limits: PlanLimits,
         *,
         follow: bool,
-        share: RankShare | None = None,
+        share: RankShare,
     ) -> None:
         self._share = share
         self._parts: tuple[TrainingState, TrainingState] | None = None  # the state that was last divided, and the share
@@ -194,7 +194,7 @@ class Planning:
     def _proceed(self, recorder: Recorder | None, stepped: frozenset[str], seen: Seen) -> Arrival | None:
         if self.stage is Stage.UNPLANNED:
             # What a rank copies shows only with all state.
-            if self._share is not None and (kept := self.find_kept()) is not None:
+            if not self._share.view.whole and (kept := self.find_kept()) is not None:
                 return kept
             self._record_next()
         elif self.stage is Stage.RECORDED and recorder is not None:
@@ -267,7 +267,7 @@ class Planning:
     def _beside(self) -> Sequence[StateTensor]:
         """The tensors in Variables. Of several ranks, each copies its own at the boundary."""
         gathering = self._walk.gather(looks=False)
-        for name, one in self._given.objects.items() if self._share is None else ():
+        for name, one in self._given.objects.items() if self._share.view.whole else ():
             if isinstance(one, Variables):
                 pairs = zip(one.state_dict().items(), one.held(), strict=True)
                 gathering.take({key: now for (key, now), held in pairs if not is_generator(held)}, f"{STATE}/{name}")
@@ -325,7 +325,7 @@ class Planning:
             self.stage = Stage.MAKING
 
     def _of_rank(self) -> RankParts | None:
-        if self._share is None:
+        if self._share.view.whole:
             return None
         copied = self._share.of(self._walk.current())
         parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -447,13 +447,12 @@ class Planning:
         """How the job's state and optimizers differ from the plan's."""
         state = self._walk.current()
         implementations = compatibility.implementations(self._models, self._optimizers)
-        ranks = 1 if self._share is None else self._share.view.world_size
-        lines = compatibility.differences(plan, self._copied(state), implementations, ranks)
+        lines = compatibility.differences(plan, self._copied(state), implementations, self._share.view.world_size)
         return lines if state.ties == plan.fingerprint.ties else [*lines, "other tensors are tied"]
 
     def _copied(self, state: TrainingState) -> TrainingState:
         """What this process copies of the state."""
-        if self._share is None:
+        if self._share.view.whole:
             return state
         if self._parts is None or self._parts[0] is not state:
             self._parts = state, TrainingState(self._share.of(state).items, state.ties)
@@ -466,7 +465,7 @@ class Planning:
         if not now.is_like(self._compared):
             odd, self._compared = self._state_differences(plan), now
             self._searched.clear()
-        moved = bool(odd) and self._share is not None  # more or less state: hardly a part is what the plan has
+        moved = bool(odd) and not self._share.view.whole  # more or less state: hardly a part is what the plan has
         if not odd:
             self._confirmed = True
             odd = self._held_traits(plan, seen)

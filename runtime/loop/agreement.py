@@ -105,19 +105,13 @@ class Agreement:
             self._council.leave_boundary(step, captured=captured)
             return False
         left_seconds = 0.0 if self._ends_by is None else max(0.0, self._ends_by - time.monotonic())
-        if self._council.await_end(step, captured=captured, wait_seconds=left_seconds):
-            self._preemption.ask_for_others(self._reason)
-            return True
-        self._preemption.goes_on()
-        return False
-
-    @property
-    def _reason(self) -> str:
-        """Why training ends, in a word."""
+        if not self._council.await_end(step, captured=captured, wait_seconds=left_seconds):
+            self._preemption.goes_on()
+            return False
         view = self._council.view
-        if view.end is not None:
-            return view.end.reason
-        return "a rank that does not answer" if view.silent else "another rank"
+        other = "a rank that does not answer" if view.silent else "another rank"
+        self._preemption.ask_for_others(other if view.end is None else view.end.reason)
+        return True
 
     def ask_end(self) -> None:
         """A signal asks this rank to end, and so all. Any thread may call it, more than once."""

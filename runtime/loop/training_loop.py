@@ -54,7 +54,7 @@ class TrainingLoop:
         raising: whether a checkpoint that failed ends training.
         preemption: says when training is to end.
         agreement: with all other ranks.
-        share: which part of the state this rank copies then.
+        share: which part of the state this rank copies.
 
     Raises:
         PlanError, MismatchError, StorageError: as :class:`.live_plan.active_plan.PlanInPlace`.
@@ -74,7 +74,7 @@ class TrainingLoop:
         raising: bool,
         preemption: Preemption,
         agreement: Agreement,
-        share: RankShare | None = None,
+        share: RankShare,
     ) -> None:
         self._job, self._progress, self._saving, self._preemption = job, progress, saving, preemption
         self._boundaries = Boundaries(job.optimizers, loader=job.loader is not None)
@@ -95,11 +95,10 @@ class TrainingLoop:
 
         read_peak = functools.partial(allocated_peak_bytes, job.models)
         self.clock = PhaseClock()
-        together = not agreement.decides_alone
         stream.add("clock", self.clock.subscriber(optimizers=bool(job.optimizers)))
         if job.loader is None:
             stream.add("loop", Subscriber(model=self._begin_forward, step_begins=self._hint_at_step))
-        self.place = PlanInPlace(given, planning, execute, asked.every, read_peak, several_ranks=together)
+        self.place = PlanInPlace(given, planning, execute, asked.every, read_peak, rounds=agreement.decides_alone)
         self._agreement = agreement
         self.pace = Pace(asked, job, saving, self.place, directory, iteration, agreement)
         self._actions = BoundaryActions(

@@ -68,11 +68,11 @@ class RankCommit:
             MissingShardsError: a rank has not written in time, or cannot; ``ranks`` names it.
             StorageError, MismatchError: there is no such version, on no rank.
         """
-        if not isinstance(self._store, Store):  # rank 0 has it
+        if not isinstance(self._store, Store):  # rank 0 has it, and it alone commits
             return self._follow(capture, extra)
         if not self._council.alone:
             return self._lead(self._store, capture, extra, info)
-        return self._store.commit(  # a version of one part has the bytes that it always had
+        return self._store.commit(  # a version of one part has another form: no receipts, no boxes
             capture.step, capture.layout, capture.buffer.view, extra, info,
             ties=capture.ties, absent=capture.absent, plan_digest=capture.plan_digest,
         )  # fmt: skip

@@ -117,7 +117,7 @@ class Capturer:
         deliver: called with each complete capture, on any thread.
         known_to_fit: whether the job was compared with the plan already; otherwise the first capture does it.
         at_boundary: copy everything at the boundary, whatever the plan says.
-        share: what this rank copies, if there are several.
+        share: what this rank copies.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Capturer:
         known_to_fit: bool = False,
         resumed: bool = False,
         at_boundary: bool = False,
-        share: RankShare | None = None,
+        share: RankShare,
     ) -> None:
         self._share = share
         self._plan, self._program, self._walk, self._engine = plan, program, walk, engine

@@ -14,7 +14,7 @@ from checkflow.core.plan import Plan
 from checkflow.core.state import StateTensor, TrainingState, is_beside
 from checkflow.core.units import format_size
 from checkflow.runtime.format.layout import STORED_TYPES, Layout, TensorRecord, make_layout
-from checkflow.runtime.snapshot.share import RankShare, whole_state
+from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.store.parts import Source, refuse_long_list
 
 logger = logging.getLogger("checkflow")
@@ -84,28 +84,27 @@ def make_chunk_map(
     source: torch.device,
     *,
     at_boundary: bool,
-    share: RankShare | None = None,
+    share: RankShare,
     warns: bool = True,
 ) -> ChunkMap:
     """Lay out files for the state as it is now; the plan's chunks leave from ``source``'s memory.
 
     Args:
         warns: whether to say that the plan does not know tensors in optimizers' lists, which may grow.
-        share: which parts of the state this rank copies, if there are several.
+        share: which parts of the state this rank copies.
 
     Raises:
         UnsupportedError: the job has more tensors, or parts of them, than a checkpoint can list.
     """
-    parts = whole_state(state) if share is None else share.of(state)
+    parts, ranks = share.of(state), share.view.world_size
     items = parts.items
-    rank, ranks = (0, 1) if share is None else (share.view.rank, share.view.world_size)
     deadlines, last = plan.deadlines, plan.horizon_steps
     layout = make_layout(
         [
             dataclasses.replace(record, deadline=last if (due := deadlines.get(record.name)) is None else due)
             for record in parts.records
         ],
-        shard=rank,
+        shard=share.view.rank,
         shards=ranks,
     )
     refuse_long_list(layout, parts.sources, parts.alike, ranks)

@@ -60,7 +60,7 @@ class Execution:
         stepped: the optimizers that have stepped since the last boundary; changes as training goes on.
         holding: returns a context in which an anchor's work holds training.
         raising: whether a fault is raised inside the user's loop, after it was handled.
-        share: what this rank copies, if there are several.
+        share: what this rank copies.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Execution:
         raising: bool,
         known_to_fit: bool = False,
         resumed: bool = False,
-        share: RankShare | None = None,
+        share: RankShare,
     ) -> None:
         self.plan = plan
         self.stream = stream

@@ -42,7 +42,7 @@ def whole_state(state: TrainingState) -> Parts:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Which parts of a job's state a rank copies, as the wrappers of its models and its DTensors say."""
+    """Which parts of a job's state a rank copies, as the wrappers of its models and its DTensors say; alone, all."""
 
     view: RankView
     models: Mapping[str, nn.Module]
@@ -53,6 +53,8 @@ class RankShare:
 
         Replicas divide what one optimizer's step writes, and what none writes: as a rule, what is due at one time.
         """
+        if self.view.whole:
+            return whole_state(state)
         placed = self.view.placements(state, self.models, self.optimizers)
         groups = self._groups(state)
         records = {item.name: tensor_record(item) for item in state.tensors}

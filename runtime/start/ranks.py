@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError
+from checkflow.core.plan import Plan
 from checkflow.core.state import held_tensors
 from checkflow.runtime.arguments import Arguments
 from checkflow.runtime.format.manifest import EXTRA, Manifest, names_of_rank
@@ -25,7 +26,7 @@ from checkflow.runtime.start.alike import subjects
 from checkflow.runtime.start.memory import LeftMemory, look, reclaim, reclaim_alone
 from checkflow.runtime.start.other_ranks import refuse_loss
 from checkflow.runtime.state import half_restored
-from checkflow.runtime.state.meshes import RankView
+from checkflow.runtime.state.meshes import ALONE, RankView
 from checkflow.runtime.state.restore import Resumed, as_asked, naming, restore_rank, resume_from
 from checkflow.runtime.state.stages import held_elsewhere
 from checkflow.runtime.store import retention
@@ -53,15 +54,13 @@ class LoneStart:
     store: Store
     reclaimed: int | None
     give_back: Callable[[], None]
-    view = ranked = None
+    view, ranked = ALONE, None
 
-    def restore(
-        self, job: Job, arguments: Arguments, place: _Place, host_tensors: Collection[str] | None
-    ) -> Resumed | None:
+    def restore(self, job: Job, arguments: Arguments, place: _Place, plan: Plan | None) -> Resumed | None:
         """Restore what ``resume`` asks for. Raises as :func:`.state.restore.resume_from`."""
         return resume_from(
             self.store, arguments.resume, job.models, job.optimizers, job.objects,
-            host_tensors=host_tensors, fresh=arguments.fresh, place=place,
+            host_tensors=None if plan is None else plan.host_tensors, fresh=arguments.fresh, place=place,
             check=functools.partial(refuse_loss, job=job, ranks=1, accepted="ranks" in arguments.accept),
         )  # fmt: skip
 
@@ -98,9 +97,7 @@ class RankStart:
         """Free what dead ranks have left, since the job has been restored."""
         self.left.give_back()
 
-    def restore(
-        self, job: Job, arguments: Arguments, place: _Place, host_tensors: Collection[str] | None
-    ) -> Resumed | None:
+    def restore(self, job: Job, arguments: Arguments, place: _Place, plan: Plan | None) -> Resumed | None:
         """Restore this rank's part of the step, and its random numbers.
 
         Raises:
@@ -119,8 +116,8 @@ class RankStart:
         try:
             half_restored.lift(job.models, job.optimizers)
             resumed = restore_rank(
-                path, self.view, job.models, job.optimizers, job.objects, host_tensors,
-                fresh=arguments.fresh, place=place, begin=begin, trust=self.store.trust,
+                path, self.view, job.models, job.optimizers, job.objects, None, fresh=arguments.fresh, place=place,
+                begin=begin, trust=self.store.trust,
             )  # fmt: skip
         except BaseException as error:
             if isinstance(error, CorruptCheckpointError):
@@ -162,7 +159,7 @@ class RankStart:
 
     def _settle(self, error: CorruptCheckpointError) -> None:
         """Rank 0 sets a damaged version aside, and the next start takes an older one; the other ranks wait for that."""
-        if not isinstance(self.store, Store):
+        if not isinstance(self.store, Store):  # rank 0 has it, and it alone renames
             self.council.await_settled(RESTORE_SECONDS)
             return
         try:

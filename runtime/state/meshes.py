@@ -52,20 +52,29 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """One of several ranks, and what is replicated though no wrapper says so; see :func:`placements`.
+    """A rank, and what is replicated though no wrapper says so; see :func:`placements`.
 
-    ``pipelined``: ranks are pipeline stages, so others hold other tensors.
+    Attributes:
+        pipelined: ranks are pipeline stages, so others hold other tensors.
+        whole: a process trains alone, so that it holds whole tensors, and all of them.
     """
 
     rank: int
     world_size: int
     replicated: tuple[str, ...] = ()
     pipelined: bool = False
+    whole: bool = False
 
     def placements(
         self, state: TrainingState, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> dict[str, Placement]:
+        """Where tensors lie, by name; none of them, if they are whole."""
+        if self.whole:
+            return {}
         return placements(state, models, optimizers, self.rank, self.world_size, replicated=self.replicated)
+
+
+ALONE = RankView(0, 1, whole=True)
 
 
 def placements(

@@ -48,7 +48,7 @@ from checkflow.runtime.state.collect import (
     with_tensors,
 )
 from checkflow.runtime.state.gathering import make_tensor, stored_in
-from checkflow.runtime.state.meshes import RankView
+from checkflow.runtime.state.meshes import ALONE, RankView
 from checkflow.runtime.state.objects import Fitted, fit, refuse_unknown
 from checkflow.runtime.store.discovery import open_verified, recover
 from checkflow.runtime.store.files import has_manifest, step_name
@@ -235,12 +235,12 @@ def restore(
     fresh: Collection[str] = (),
     place: Callable[[_Extra], None] = lambda extra: None,
     begin: Callable[[], None] = lambda: None,
-    view: RankView | None = None,
+    view: RankView = ALONE,
 ) -> Resumed:
     """Make the job's state equal to the checkpoint's, bit for bit, with every byte verified.
 
     Args:
-        view: of a rank: it restores its parts of tensors, and verifies what it reads; see :func:`restore_rank`.
+        view: a rank's: it restores its parts of tensors, and verifies what it reads; see :func:`restore_rank`.
         host_tensors: names of state tensors that optimizers keep in host memory; None: unknown, assume torch's step
             counters.
         fresh: names of objects that may begin anew, see :func:`.objects.fit`.
@@ -253,21 +253,20 @@ def restore(
         CorruptCheckpointError, StorageError: a checksum is wrong, or a file cannot be read; if ``begin`` was called,
             the job's state is undefined.
     """
-    own = checkpoint.rank_extra_bytes(view.rank) if view else None
+    own = checkpoint.rank_extra_bytes(view.rank)
     extra = _extra_of(checkpoint, own, models, optimizers, view)
     if from_import := "imported" in extra:
         given = optimizers, objects
         optimizers = {name: one for name, one in optimizers.items() if name in extra["job"]["optimizers"]}
     with no_collection():
         state, live, boxes = _look(models, optimizers, view)
-    held = names_of_rank(checkpoint.manifest.tensors, view.rank if view else 0)
+    held = names_of_rank(checkpoint.manifest.tensors, view.rank)
     of_loader = stored_in(extra.get("loader"))
     alone = stored_in(extra["job"]) | of_loader
     if lacking := sorted(alone.keys() - held.keys()):
         raise CorruptCheckpointError(f"{checkpoint.path} lacks the tensor {lacking[0]}, which its extra state names")
     named = {name: source for name, source in held.items() if name not in alone and not is_beside(name)}
-    if view is None:
-        stages.refuse_shared_names(checkpoint.manifest, models, 1)
+    stages.refuse_shared_names(checkpoint.manifest, models, view.world_size)
     sources = {**named, **dict(checkpoint.ties)}
     compare = functools.partial(_refuse_mismatch, checkpoint, named, sources, models, optimizers)
     if from_import:
@@ -307,7 +306,7 @@ def restore(
         state, live, boxes = _look(models, optimizers, view)
         compare(live, boxes, state.ties)
     gone = {name for name in (*live, *dict(state.ties)) if name not in sources}
-    if not from_import and view is None:
+    if not from_import and view.whole:
         gone |= _in_another_order(checkpoint, state, sources)
     drop_state(gone, models, optimizers)
     live = {name: tensor for name, tensor in live.items() if name not in gone}
@@ -323,7 +322,7 @@ def restore(
         owner = further.partition("/")[0]
         if owner in optimizers and further not in live and further not in ties:
             share_lazy_state(further, optimizers[owner], parameters[owner], live[ties.get(name, name)])
-    if view is not None:  # what was made lies in parts, too
+    if not view.whole:  # what was made lies in parts, too
         state, live, boxes = _look(models, optimizers, view)
         compare(live, boxes, state.ties)
     targets = [
@@ -332,7 +331,7 @@ def restore(
     ]
     with no_collection():
         fill_all(checkpoint, targets)
-    if view is None:
+    if view.whole:
         checkpoint.verify_rest()
     if not from_import:
         job = with_tensors(fitted.saved, models, optimizers, beside)
@@ -343,27 +342,25 @@ def restore(
         restore_extra(job, models, fitted.objects)
         return Resumed(checkpoint.step, extra, own, checkpoint.manifest.run_id, fitted)
     imported.restore_extra(extra["job"], models, optimizers)
-    if view is None or not view.rank:
+    if not view.rank:
         imported.log(checkpoint.path, extra["job"], models, *given)
     return Resumed(checkpoint.step, extra, own, checkpoint.manifest.run_id)
 
 
 def _extra_of(
     checkpoint: Checkpoint, own: bytes | None, models: Mapping[str, nn.Module],
-    optimizers: Mapping[str, torch.optim.Optimizer], view: RankView | None,
+    optimizers: Mapping[str, torch.optim.Optimizer], view: RankView,
 ) -> _Extra:  # fmt: skip
     """The checkpoint's extra state, as this process restores it; ``own``: what its rank had to itself."""
     extra: _Extra = codec.decode(checkpoint.extra_bytes)
-    rank = 0 if view is None else view.rank
     if own is not None:
         extra = {**extra, **codec.decode(own)}
-    elif rank and extra.get("generators") is not None:  # an import has none
-        extra = {**extra, "generators": derived_generators(extra["generators"], rank)}
-    pipelined = view is not None and view.pipelined
-    if pipelined or stages.of_stages(checkpoint):
-        stages.refuse_own_keys(checkpoint, extra["job"], 1 if view is None else view.world_size)
-        joined = stages.job_of_all(checkpoint, extra["job"], rank)
-        extra = {**extra, "job": stages.narrowed(joined, models, optimizers, pipelined=pipelined)}
+    elif view.rank and extra.get("generators") is not None:  # an import has none
+        extra = {**extra, "generators": derived_generators(extra["generators"], view.rank)}
+    if view.pipelined or stages.of_stages(checkpoint):
+        stages.refuse_own_keys(checkpoint, extra["job"], view.world_size)
+        joined = stages.job_of_all(checkpoint, extra["job"], view.rank)
+        extra = {**extra, "job": stages.narrowed(joined, models, optimizers, pipelined=view.pipelined)}
     return extra
 
 
@@ -426,12 +423,12 @@ def restore_rank(
 
 
 def _look(
-    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], view: RankView | None
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], view: RankView
 ) -> tuple[TrainingState, dict[str, torch.Tensor], dict[str, Box]]:
     """The job's state, its tensors (of a rank: its parts) by name, and of a rank their boxes."""
-    state = collect_state(models, optimizers, of_a_rank=view is not None)
+    state = collect_state(models, optimizers, of_a_rank=not view.whole)
     live = {item.name: item.tensor for item in state.tensors if not item.inside}  # those are made anew
-    placed = view.placements(state, models, optimizers) if view else {}
+    placed = view.placements(state, models, optimizers)
     return state, live, {name: one.box for name, one in placed.items()}
 
 

@@ -19,7 +19,7 @@ from checkflow.core.errors import PlanError, StorageError
 from checkflow.core.plan import Plan, dumps, load, loads, save
 from checkflow.core.planner_api import PlanLimits
 from checkflow.runtime.live_plan.cache import FOLDER, PlanCache
-from checkflow.runtime.state.meshes import RankView
+from checkflow.runtime.state.meshes import ALONE, RankView
 from checkflow.runtime.system import fs
 from tests.faults.plan_faults import good_plan
 from tests.support.faults import ERRORS, Killed
@@ -345,8 +345,8 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("rank", [None, RankView(1, 2)])
-def test_a_folder_of_plans_that_leads_elsewhere_is_not_used(tmp_path: Path, rank: RankView | None) -> None:
+@pytest.mark.parametrize("rank", [ALONE, RankView(1, 2)])
+def test_a_folder_of_plans_that_leads_elsewhere_is_not_used(tmp_path: Path, rank: RankView) -> None:
     elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
     here.mkdir()
     elsewhere.mkdir()

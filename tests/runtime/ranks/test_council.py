@@ -14,6 +14,7 @@ from checkflow.runtime.ranks import chair
 from checkflow.runtime.ranks import council as councils
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.file_meeting import FileMeeting, remove_earlier
+from checkflow.runtime.ranks.joining import Alone
 from checkflow.runtime.ranks.records import Attempt, Receipt, StartReport
 from tests.support.shard_tools import together
 from tests.support.waiting import wait_for
@@ -359,6 +360,24 @@ def test_all_ranks_end_at_one_boundary(seats: Seats) -> None:
     ends = all_of(ranks, train)
     assert len(set(ends)) == 1
     assert ends[0] > 20
+
+
+def test_the_council_of_one_process_starts_no_thread_and_keeps_nothing() -> None:
+    threads = threading.enumerate()
+    council = Alone()
+    council.note_plan(3)
+    assert not council.note_boundary(1).stops_at(1)
+    council.leave_boundary(1, captured=True)
+    council.request_end("SIGTERM", 10.0)
+    assert not council.note_boundary(2).stops_at(2)  # the process ends by itself, and at once
+    assert council.await_end(2, captured=True, wait_seconds=0.0)
+    council.note_over(2)
+    council.note_costs(1.0, 2, 3, 0)
+    error = StorageError("no space")
+    assert council.refuse(error) is error
+    council.close()
+    assert (council.overview.costs, council.overview.plan_interval, council.view.silent) == ((), None, ())
+    assert threading.enumerate() == threads
 
 
 def test_folders_of_earlier_starts_are_removed(tmp_path: Path) -> None:
