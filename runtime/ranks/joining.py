@@ -21,7 +21,8 @@ from checkflow.runtime.ranks.file_meeting import FileMeeting
 from checkflow.runtime.ranks.identity import Identity
 from checkflow.runtime.ranks.meeting import MeetingPlace, wait_until
 from checkflow.runtime.ranks.member import View
-from checkflow.runtime.ranks.records import name_ranks
+from checkflow.runtime.ranks.receipts import Coverage
+from checkflow.runtime.ranks.records import Attempt, Receipt, name_ranks
 from checkflow.runtime.ranks.rounds import Event
 
 ANSWER_SECONDS = 10.0  # for one answer of the store
@@ -34,11 +35,22 @@ class Alone(Council):
     alone = True
 
     def __init__(self) -> None:
-        self.rank, self.world_size, self.view, self.overview = 0, 1, View(), Overview()
+        self.rank, self.world_size, self.generation, self.view, self.overview = 0, 1, "", View(), Overview()
         self._events: Any = types.SimpleNamespace(put=self._tell)
 
     def _tell(self, event: Event) -> None:
         """Nobody hears it."""
+
+    def open_attempt(self, step: int, patience_seconds: float | None = None) -> Attempt:
+        return Attempt(0, step)
+
+    def post_receipt(self, receipt: Receipt) -> None:
+        self._receipt = receipt
+
+    def collect(
+        self, attempt: Attempt, coverage: Coverage, patience_seconds: float | None = None
+    ) -> tuple[Receipt, ...]:
+        return (self._receipt,)
 
     def refuse(self, error: BaseException) -> BaseException:
         return error

@@ -176,13 +176,13 @@ def _write_part(folder: int, one: Found, claim: str) -> Written | None:
     return replace(written, files={**written.files, manifest.EXTRA: entry})
 
 
-def reclaim_alone(store: Store, mode: str | int) -> tuple[int | None, Callable[[], None]]:
+def reclaim_alone(store: Store, mode: str | int, council: Council) -> tuple[int | None, Callable[[], None]]:
     """One process: :func:`reclaim` what the run before had in this machine's memory, however many ranks it had.
 
     Returns the newest step of that, and what frees the memory once the job is restored. Raises as :func:`look`, too.
     """
     left = look(store.directory, 0, locked=True)
-    steps = reclaim(store, mode, left, {0: StartReport(kept=left.report())}, None)
+    steps = reclaim(store, mode, left, {0: StartReport(kept=left.report())}, council)
     return max(steps, default=None), left.give_back
 
 
@@ -190,14 +190,13 @@ def reclaim_alone(store: Store, mode: str | int) -> tuple[int | None, Callable[[
 
 
 def reclaim(
-    store: Store, mode: str | int, left: LeftMemory, reports: Mapping[int, StartReport], council: Council | None
+    store: Store, mode: str | int, left: LeftMemory, reports: Mapping[int, StartReport], council: Council
 ) -> frozenset[int]:
     """Put the newest version that lies in host memory on storage, older ones that retention would keep, and that of
     step ``mode``; returns their steps.
 
     Args:
         reports: of all ranks.
-        council: None: one process, which sees all that there is.
 
     Raises:
         StorageError: that fails, or ``mode`` is "never"; memory stays as it is.
@@ -206,8 +205,7 @@ def reclaim(
     if not versions:
         return frozenset()
     if mode != "never":
-        if council is not None:
-            council.reclaim(store.run_id, versions[0].life.run_id)
+        council.reclaim(store.run_id, versions[0].life.run_id)
         recovery.delete_old(store)
     stay = recovery.worth_keeping(store, [(one.step, one.parts[0].info) for one in versions])
     done: set[int] = set()
@@ -261,16 +259,14 @@ def _newer(store: Store, mode: str | int, versions: Sequence[_Version]) -> list[
     return [one for one in wanted if one.life.run_id == wanted[0].life.run_id]
 
 
-def _commit(
-    store: Store, mode: str | int, left: LeftMemory, one: _Version, council: Council | None, *, needed: bool
-) -> bool:
+def _commit(store: Store, mode: str | int, left: LeftMemory, one: _Version, council: Council, *, needed: bool) -> bool:
     """Commit a version; returns whether it is on storage now, which one that is not ``needed`` may fail to be.
 
     Raises StorageError as :func:`reclaim`, or if memory is unreadable now; another error if the version is damaged.
     """
     commit: Callable[[], object] = functools.partial(_commit_parts, store, left, one, council)
     gives_up, why = "give it up with checkflow memory --free --force", ""
-    if council is None and one.life.ranks == 1:
+    if council.alone and one.life.ranks == 1:  # it keeps the form that one process writes
         part, *_ = left.parts_of(one.life.run_id, one.step)
         commit = _loaded(store, part)
         gives_up, why = f"delete {part.path}", " to give it up"
@@ -309,16 +305,14 @@ def _loaded(store: Store, one: Found) -> Callable[[], object]:
     )  # fmt: skip
 
 
-def _commit_parts(store: Store, left: LeftMemory, one: _Version, council: Council | None) -> None:
-    attempt = Attempt(0, one.step) if council is None else council.open_attempt(one.step, RECLAIM_SECONDS)
+def _commit_parts(store: Store, left: LeftMemory, one: _Version, council: Council) -> None:
+    attempt = council.open_attempt(one.step, RECLAIM_SECONDS)
 
     def gather(root: int, folder: int) -> Gathered:
-        written = _write_parts(folder, left.parts_of(one.life.run_id, one.step), _claim(store, attempt))
-        if council is not None:
-            council.post_receipt(receipt_of(council, attempt, written=_WRITTEN.dump_json(written).decode()))
-            receipts = council.collect(attempt, lambda found: None, RECLAIM_SECONDS)
-            written = tuple(part for receipt in receipts for part in _loads(receipt))
-        ordered = sorted(written, key=lambda part: part.rank)
+        mine = _write_parts(folder, left.parts_of(one.life.run_id, one.step), _claim(store, attempt))
+        council.post_receipt(receipt_of(council, attempt, written=_WRITTEN.dump_json(mine).decode()))
+        receipts = council.collect(attempt, lambda found: None, RECLAIM_SECONDS)
+        ordered = sorted((part for receipt in receipts for part in _loads(receipt)), key=lambda part: part.rank)
         if missing := tuple(sorted(one.parts.keys() - {part.rank for part in ordered})):
             raise CorruptCheckpointError(f"the part of {name_ranks(missing)} is damaged")
         return Gathered(ordered, None)
@@ -330,11 +324,9 @@ def _commit_parts(store: Store, left: LeftMemory, one: _Version, council: Counci
             info=first.info, plan_digest=first.plan_digest, retire=False, run_id=one.life.run_id,
         )  # fmt: skip
     except BaseException as error:
-        if council is not None:
-            council.conclude(attempt, error)
+        council.conclude(attempt, error)
         raise
-    if council is not None:
-        council.conclude(attempt)
+    council.conclude(attempt)
 
 
 def _claim(store: Store | SharedStore, attempt: Attempt) -> str:

@@ -205,10 +205,10 @@ def open_store(arguments: Arguments, generation: str = "") -> Store:
     return store
 
 
-def _start_alone(arguments: Arguments) -> LoneStart:
+def _start_alone(council: Council, arguments: Arguments) -> LoneStart:
     store = open_store(arguments)
     try:
-        return LoneStart(store, *reclaim_alone(store, arguments.resume))
+        return LoneStart(store, *reclaim_alone(store, arguments.resume, council))
     except BaseException:
         store.close()
         raise
@@ -217,7 +217,7 @@ def _start_alone(arguments: Arguments) -> LoneStart:
 def start_rank(council: Council, arguments: Arguments, job: Job) -> LoneStart | RankStart:
     """Come to the start with all ranks. Rank 0 opens the directory, and finds the newest step."""
     if council.alone:  # it passes over what is damaged, which ranks cannot do each by itself
-        return _start_alone(arguments)
+        return _start_alone(council, arguments)
     mode, rules = arguments.resume, arguments.rules
     report = StartReport(subjects(arguments, job, RankView(council.rank, council.world_size)), names=_names_of(job))
 

@@ -21,6 +21,7 @@ from checkflow.api import Checkpointer
 from checkflow.core.errors import CorruptCheckpointError, MismatchError, StorageError
 from checkflow.runtime.memory_tier import recovery
 from checkflow.runtime.memory_tier.records import LIFE, MARK, NOTHING, RunLife
+from checkflow.runtime.ranks.joining import Alone
 from checkflow.runtime.start.memory import reclaim_alone
 from checkflow.runtime.store.discovery import find
 from checkflow.runtime.store.files import glance, parse_step
@@ -453,7 +454,7 @@ def test_what_storage_has_already_is_not_saved_again(tmp_path: Path, monkeypatch
     assert max(kept_in(directory)) == newest_on_storage(directory) == 8
     monkeypatch.setattr(Store, "commit", None)
     with Store(directory, run_id="next") as store:
-        newest, give_back = reclaim_alone(store, "auto")
+        newest, give_back = reclaim_alone(store, "auto", Alone())
         assert newest is None
         give_back()
     assert not (directory / MARK).exists()

@@ -20,6 +20,7 @@ from checkflow.runtime.memory_tier.records import NOTHING, RunLife
 from checkflow.runtime.memory_tier.staging import StagingBuffer
 from checkflow.runtime.memory_tier.tier import MemoryTier
 from checkflow.runtime.ranks.council import Council
+from checkflow.runtime.ranks.joining import Alone
 from checkflow.runtime.ranks.records import Start, StartReport
 from checkflow.runtime.snapshot.capturer import Capture
 from checkflow.runtime.start.memory import look, reclaim, reclaim_alone
@@ -147,7 +148,7 @@ def start_again(directory: Path, ranks: int, mode: str | int = "auto", **rules: 
     """
     if ranks == 1:
         with Store(directory, run_id=uuid.uuid4().hex, **rules) as store:
-            newest, give_back = reclaim_alone(store, mode)
+            newest, give_back = reclaim_alone(store, mode, Alone())
             give_back()
             return [newest]
     values: dict[str, bytes] = {}
