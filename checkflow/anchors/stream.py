@@ -6,6 +6,7 @@ docs/explanation/boundaries.md, "Where hooks are", says where each kind hangs an
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,26 +30,39 @@ class Subscriber:
     Attributes:
         places: the modules and parameters whose anchors are wanted, each of which gets a hook.
         forward: called with the key when a module of ``places`` runs forward, in evaluation too, outside of backward.
-        gradient: likewise for a parameter whose gradient was accumulated; see :meth:`AnchorStream.skip_gradients`.
-        step_begins: likewise for an optimizer that is about to write.
-        step_ends: likewise for an optimizer that has stepped.
+        entering: called after that, and where no anchor is, with the module's name, the key, if there is one, and the
+            compiled function that calls it, which only a stream for planning looks for.
+        leaving: called with the module's name and its result, or None after an error.
+        gradient: called with the key of a parameter whose gradient was accumulated; see
+            :meth:`AnchorStream.skip_gradients`.
+        step_begins: likewise for an optimizer of the job that is about to write.
+        step_ends: likewise for an optimizer of the job that has stepped.
+        stepping: called after ``step_begins`` with the optimizer, which may be none of the job's.
+        stepped: likewise, before ``step_ends``.
         model: called with the name and arguments of a whole model in training mode, outside of backward.
         training: called after that, and when a module of ``places`` runs forward in training mode.
         evaluation: called at each forward of a whole model in evaluation mode.
-        unseen: called when a hook is compiled, before the compiled code runs: its anchor will not be seen.
-        repeated: called with the name of an optimizer before it runs its closure again, and after a step that has not.
+        unseen: called with a module's name when its hook is compiled, before the compiled code runs: its anchor will
+            not be seen.
+        repeated: called with the name of an optimizer before it runs its closure again.
+        unevaluated: called with the name of an optimizer after a step that has not run its closure.
     """
 
     places: frozenset[Place] = frozenset()
     forward: Told | None = None
+    entering: Callable[[str, AnchorKey | None, str | None], object] | None = None
+    leaving: Callable[[str, Any], None] | None = None
     gradient: Told | None = None
     step_begins: Told | None = None
     step_ends: Told | None = None
+    stepping: Callable[[torch.optim.Optimizer], None] | None = None
+    stepped: Callable[[torch.optim.Optimizer], None] | None = None
     model: Callable[[str, Any], None] | None = None
     training: Callable[[], None] | None = None
     evaluation: Callable[[], None] | None = None
-    unseen: Callable[[], None] | None = None
+    unseen: Callable[[str], None] | None = None
     repeated: Callable[[str], None] | None = None
+    unevaluated: Callable[[str], None] | None = None
 
 
 class AnchorStream:
@@ -60,7 +74,12 @@ class AnchorStream:
     What hangs last runs first: hooks are hung anew when a subscriber with places comes or changes, those of whole
     models last, since a boundary comes before the anchors of a forward.
 
+    Args:
+        planning: whether the stream serves to make a plan. Then a module that a compiled function calls is no anchor,
+            even if the function runs uncompiled, as in a trace, and hooks hang inside of compiled regions, too.
+
     Attributes:
+        fired: anchors of modules that were reached in uncompiled code, at least once.
         repeated: optimizers that run their closure more than once, or never.
         steps: what is known of those that no hook sees.
         hung: how many times hooks were hung.
@@ -71,8 +90,10 @@ class AnchorStream:
         models: Mapping[str, nn.Module],
         optimizers: Mapping[str, torch.optim.Optimizer],
         repeated: Iterable[str] = (),
+        *,
+        planning: bool = False,
     ) -> None:
-        self._models = models
+        self._models, self._planning = models, planning
         self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
         self.repeated = set(repeated)
         self._subscribers: dict[str, Subscriber] = {}
@@ -81,11 +102,11 @@ class AnchorStream:
         self._boundary = self.hung = 0  # number of the last boundary
         self._gradients_matter = True  # otherwise nobody waits for them before the next step or boundary
         self._unevaluated: set[str] = set()  # optimizers in a step that have not run their closure yet
-        self._fired: set[Place] = set()  # fired in uncompiled code, at least once
+        self.fired: set[Place] = set()
         self._traced: set[Place] = set()  # compiled into code, and not fired since
         self.steps = hooks.UnseenSteps()
         self._look_again = False  # a hook was compiled
-        self._targets: dict[Place, Any] = {}
+        self._targets: dict[Place, weakref.ref[Any] | None] = {}  # an iteration may drop modules and parameters
         self._regions: dict[str, regions.CompiledRegion] = {}
         self._inside: set[Place] = set()  # anchors of modules inside of compiled regions, without hooks
         self._hangings: list[hooks.Hanging] = []
@@ -110,6 +131,10 @@ class AnchorStream:
         self._subscribers[role] = subscriber
         for event in (field.name for field in fields(Subscriber)[1:]):
             self._tables[event] = tuple(filter(None, (getattr(one, event) for one in self._subscribers.values())))
+
+    def _tell(self, event: str, *what: Any) -> None:
+        for tell in self._tables[event]:
+            tell(*what)
 
     def boundary(self) -> None:
         """Number occurrences from 0 again: an iteration begins."""
@@ -137,7 +162,7 @@ class AnchorStream:
         self.boundary()
         try:
             self._inside = {place for place in sorted(self._targets) if not self._hang_at(place)}
-            for name, model in self._models.items():
+            for name, model in () if self._planning else self._models.items():
                 self._hangings.append(hooks.around_forward(model, self._model_hook(name), with_keywords=True))
             self._hangings.append(hooks.around_steps(self._before_step, self._after_step, self.steps))
         except BaseException:
@@ -145,17 +170,20 @@ class AnchorStream:
             raise
 
     def _hang_at(self, place: Place) -> bool:
-        """Hang one hook, unless it is a module's that runs inside of compiled code; returns whether it does not."""
-        target = self._targets[place]
+        """Hang the hooks at one place; returns whether it is none inside of a compiled region, which gets no hook.
+
+        Planning asks for the hooks inside, too.
+        """
+        target = None if (reference := self._targets[place]) is None else reference()
         if place[0] is AnchorKind.GRADIENT and target is not None:
             self._hangings.append(hooks.at_gradient(target, self._gradient_hook(place)))
-        elif place[0] is AnchorKind.FORWARD:
+        elif place[0] is AnchorKind.FORWARD and target is not None:
             entry = regions.entry_of(self._regions, place[1], target)
-            if entry is None:
-                return False
-            if place[1] in self._regions or place not in self._traced:
-                # A hook that was once compiled into a function is not hung again: the function would be recompiled.
-                self._hangings.append(hooks.around_forward(entry, self._forward_hook(place)))
+            # A hook that was once compiled into a function is not hung again: the function would be recompiled.
+            if (entry is not None or self._planning) and (place[1] in self._regions or place not in self._traced):
+                before, after = self._forward_hooks(place, inside=entry is None)
+                self._hangings.append(hooks.around_forward(target if entry is None else entry, before, after))
+            return entry is not None
         return True
 
     @property
@@ -168,7 +196,7 @@ class AnchorStream:
         if not (compiled or known):
             return frozenset()
         forward = {place for place in self._targets if place[0] is AnchorKind.FORWARD}
-        passed_by = forward - self._fired if compiled else set()
+        passed_by = forward - self.fired if compiled else set()
         return frozenset(forward & known | passed_by)
 
     def outdated(self, *, replaced: bool) -> bool:
@@ -182,7 +210,7 @@ class AnchorStream:
         found = self._find_targets(self._targets)
         return all(found.get(place) is target for place, target in self._targets.items())
 
-    def _find_targets(self, places: Iterable[Place]) -> dict[Place, Any]:
+    def _find_targets(self, places: Iterable[Place]) -> dict[Place, weakref.ref[Any] | None]:
         """What the job has of these places: modules and parameters; None for a frozen parameter, and for others."""
         optimizers = dict.fromkeys(self._optimizers.values())
         parameters = parameter_paths(self._models).items()
@@ -193,7 +221,8 @@ class AnchorStream:
             AnchorKind.OPTIMIZER_PRE: optimizers,
             AnchorKind.OPTIMIZER_POST: optimizers,
         }
-        return {(kind, name): have[kind][name] for kind, name in places if name in have[kind]}
+        found = {(kind, name): have[kind][name] for kind, name in places if name in have[kind]}
+        return {place: None if target is None else weakref.ref(target) for place, target in found.items()}
 
     def _model_hook(self, name: str) -> hooks.Before:
         def reached(module: nn.Module, arguments: Any, keywords: Any) -> None:
@@ -206,35 +235,40 @@ class AnchorStream:
                     tell()
             else:
                 self._gradients_matter = True  # a backward that follows is training again
-                for tell in self._tables["evaluation"]:
-                    tell()
+                self._tell("evaluation")
 
         return hooks.outside(reached)
 
-    def _forward_hook(self, place: Place) -> hooks.Before:
-        occurrences = self._numbers[place]
+    def _forward_hooks(self, place: Place, *, inside: bool) -> tuple[hooks.Before, hooks.After | None]:
+        """Return hooks around a module's forward, which is no anchor ``inside`` of a compiled region."""
+        occurrences, tables, planning = self._numbers[place], self._tables, self._planning
 
         def reached(module: nn.Module, _arguments: Any) -> None:
-            if regions.in_backward():
-                return
-            if module.training:
-                for tell in self._tables["training"]:
-                    tell()
-            self._fired.add(place)
-            if self._traced:
-                self._traced.discard(place)
-            key = occurrences.next(self._boundary)
-            for tell in self._tables["forward"]:
-                tell(key)
+            key, function = None, regions.compiled_function() if planning else None
+            if not (inside or function or regions.in_backward()):
+                if module.training:
+                    for tell in tables["training"]:
+                        tell()
+                self.fired.add(place)
+                if self._traced:
+                    self._traced.discard(place)
+                key = occurrences.next(self._boundary)
+                for tell in tables["forward"]:
+                    tell(key)
+            for tell in tables["entering"]:
+                tell(place[1], key, function)
 
         def note_compiled() -> bool:
             self._traced.add(place)
             self._look_again = True
-            for tell in self._tables["unseen"]:
-                tell()
+            self._tell("unseen", place[1])
             return True
 
-        return hooks.outside(reached, note_compiled)
+        def left(_module: nn.Module, _arguments: Any, result: Any) -> None:
+            self._tell("leaving", place[1], result)
+
+        after = hooks.outside(left) if self._tables["leaving"] else None
+        return hooks.outside(reached, note_compiled, evaluating=self._planning), after
 
     def _gradient_hook(self, place: Place) -> Callable[[torch.Tensor], None]:
         occurrences = self._numbers[place]
@@ -249,31 +283,38 @@ class AnchorStream:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
         name = self._optimizers.get(id(optimizer))
-        if name is None:
+        if name is None and not self._tables["stepping"]:
             return None
-        begins, again = functools.partial(self._step_begins, name), functools.partial(self._repeats, name)
+        begins, again = functools.partial(self._step_begins, name, optimizer), functools.partial(self._repeats, name)
         guarded = hooks.guard_closure(arguments, keywords, begins, again)
-        if guarded is not None:
+        if guarded is not None and name is not None:
             self._unevaluated.add(name)
         return guarded
 
-    def _step_begins(self, name: str) -> None:
-        self._unevaluated.discard(name)
-        key = self._numbers[AnchorKind.OPTIMIZER_PRE, name].next(self._boundary)
-        for tell in self._tables["step_begins"]:
-            tell(key)
+    def _step_begins(self, name: str | None, optimizer: torch.optim.Optimizer) -> None:
+        if self._planning and regions.compiled_function(whole=True) is not None:
+            self.steps.known = True
+        if name is not None:
+            self._unevaluated.discard(name)
+            key = self._numbers[AnchorKind.OPTIMIZER_PRE, name].next(self._boundary)
+            for tell in self._tables["step_begins"]:
+                tell(key)
+        for tell in self._tables["stepping"]:
+            tell(optimizer)
 
-    def _repeats(self, name: str) -> None:
-        for tell in self._tables["repeated"]:
-            tell(name)
+    def _repeats(self, name: str | None) -> None:
+        if name is not None:  # others' state is not saved: they may step freely
+            self._tell("repeated", name)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+        for tell in self._tables["stepped"]:
+            tell(optimizer)
         name = self._optimizers.get(id(optimizer))
         if name is None:
             return
         if name in self._unevaluated:
             self._unevaluated.discard(name)
-            self._repeats(name)
+            self._tell("unevaluated", name)
         self._gradients_matter = True
         key = self._numbers[AnchorKind.OPTIMIZER_POST, name].next(self._boundary)
         for tell in self._tables["step_ends"]:

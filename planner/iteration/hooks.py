@@ -1,16 +1,14 @@
 """Watches where an iteration is: the anchors that fire, the module that runs, and the phase.
 
-Its hooks are the runtime's (forward-pre before the user's own, global optimizer, post-accumulate-grad), so anchors fire
-in the same order. A trace leaves out anchors that would not fire in compiled code (:mod:`checkflow.anchors.regions`):
-modules inside of it have none, an optimizer only where torch may leave that code for them.
+An AnchorStream (:mod:`checkflow.anchors.stream`), as a running job has one, says what fires, in which order.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from checkflow.anchors import hooks, regions
-from checkflow.anchors.occurrences import Numbers
+from checkflow.anchors import regions
+from checkflow.anchors.stream import AnchorStream, Subscriber
 from checkflow.core.errors import TraceError
 from checkflow.core.graph import BOUNDARY, Anchor, AnchorKey, AnchorKind, Phase, StateKind
 from checkflow.core.state import module_names, parameter_paths
@@ -58,12 +56,12 @@ class Whereabouts:
         self.failure: TraceError | None = None
         self.compiled: set[str] = set()  # compiled calls seen: modules, and functions as "name()"
         self._anchors: list[Anchor] = [Anchor(BOUNDARY, 0)]
-        self._models = models
+        self._models, self._optimizers = models, optimizers
+        self._stream = AnchorStream(models, optimizers, planning=True)
         self._regions = regions.compiled_regions(models)
         self._within: dict[int, str] = {}  # the compiled call that a parameter is used in, by the parameter's id
         self._brought_by: dict[str, str] = {}  # the same by name, for parameters that had a gradient
         self._instead: dict[str, AnchorKey] = {}  # the anchor before a module's first forward in compiled code
-        self._steps = hooks.UnseenSteps()
         self._thread = threading.get_ident()  # the watched one: a dispatch mode sees one thread
         self.elsewhere = ""  # the first module that ran forward in another thread
         #: Set for a live job, whose compiled regions get no hooks.
@@ -72,45 +70,48 @@ class Whereabouts:
         for name, module in module_names(models):
             if (region := self._regions.get(name)) is not None:
                 self._members.setdefault(region.name, {})[name] = module
-        self._optimizers = {id(optimizer): name for name, optimizer in optimizers.items()}
         self._device_type = device_type
         self._operators, self._on_gradient, self._on_step = operators, on_gradient, on_step
-        self._numbers = Numbers()
         self._running: list[str] = []  # modules whose forward runs, innermost last
         self._by_sequence: dict[int, str] = {}  # module by the sequence number that autograd gave its operator
         self._phase: Phase = "forward"
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Install the hooks, and remove them afterwards. Watches forward in the calling thread."""
-        self._thread = threading.get_ident()
-        with contextlib.ExitStack() as handles:
-            for name, module in module_names(self._models):
-                entry = regions.entry_of(self._regions, name, module)
-                if entry is not None or self.regions is None:
-                    entering, leaving = self._entering(name, module), self._leaving(name)
-                    handles.callback(hooks.around_forward(module if entry is None else entry, entering, leaving).remove)
-            seen: set[int] = set()
-            for name, parameter in parameter_paths(self._models).items():
-                if parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    handles.callback(hooks.at_gradient(parameter, self._accumulated(name)).remove)
-            handles.callback(hooks.around_steps(self._before_step, self._after_step, self._steps).remove)
-            yield
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Subscribe to all anchors, and leave afterwards. Watches forward in the calling thread."""
+        parameters = parameter_paths(self._models)
+        # By weak references: what the iteration drops must be freed.
+        self._modules = weakref.WeakValueDictionary(module_names(self._models))
+        self._parameters = weakref.WeakValueDictionary(parameters)
+        places = {id(p): (AnchorKind.GRADIENT, name) for name, p in reversed(parameters.items()) if p.requires_grad}
+        for name, module in self._modules.items():
+            if self.regions is None or regions.entry_of(self._regions, name, module) is not None:
+                places[id(module)] = AnchorKind.FORWARD, name
+        subscriber = Subscriber(
+            places=frozenset(places.values()), entering=self._entering, leaving=self._leaving,
+            gradient=self._accumulated, step_begins=self._fire, stepping=self._stepping, stepped=self._stepped,
+            step_ends=self._fire, unseen=self._note_compiled, repeated=self._again,
+        )  # fmt: skip
+        return self._subscribed(self._stream, subscriber)
+
+    def watching_threads(self) -> contextlib.AbstractContextManager[None]:
+        """In an otherwise unwatched iteration, note modules that run in other threads than the caller's."""
+        places = frozenset((AnchorKind.FORWARD, name) for name, _ in module_names(self._models))
+        subscriber = Subscriber(places=places, entering=lambda name, *_: self._seen(name))
+        return self._subscribed(AnchorStream(self._models, {}, planning=True), subscriber)
 
     @contextlib.contextmanager
-    def watching_threads(self) -> Iterator[None]:
-        """In an otherwise unwatched iteration, note modules that run in other threads than the caller's."""
+    def _subscribed(self, stream: AnchorStream, subscriber: Subscriber) -> Iterator[None]:
         self._thread = threading.get_ident()
-        with contextlib.ExitStack() as handles:
-            for name, module in module_names(self._models):
-                handles.callback(hooks.around_forward(module, self._noting_thread(name)).remove)
+        stream.subscribe("plan", subscriber)
+        try:
             yield
+        finally:
+            stream.remove()
 
     @property
     def steps_unseen(self) -> bool:
         """Whether an optimizer steps in compiled code that torch may not leave for an anchor."""
-        return self._steps.known
+        return self._stream.steps.known
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
@@ -136,7 +137,7 @@ class Whereabouts:
             return BOUNDARY
         if kind != "buffer":
             return None
-        if (AnchorKind.FORWARD, module) in self._numbers:
+        if (AnchorKind.FORWARD, module) in self._stream.fired:
             return AnchorKey(AnchorKind.FORWARD, module)
         # In a live job, code compiled earlier bypasses hooks.
         passed_by = self.regions is not None and regions.anything_compiled()
@@ -169,8 +170,8 @@ class Whereabouts:
                 self._anchors.pop()
         self._running.clear()
 
-    def _fire(self, kind: AnchorKind, name: str) -> None:
-        self._anchors.append(Anchor(self._numbers[kind, name].next(), self._operators()))
+    def _fire(self, key: AnchorKey) -> None:
+        self._anchors.append(Anchor(key, self._operators()))
 
     def _call_of(self, key: AnchorKey) -> tuple[str, int] | None:
         """Return the compiled call whose backward brings a gradient, and its occurrence."""
@@ -178,41 +179,28 @@ class Whereabouts:
             return None
         return self._brought_by[key.name], key.occurrence
 
-    def _entering(self, name: str, module: nn.Module) -> hooks.Before:
-        region = self._regions.get(name)
+    def _entering(self, name: str, key: AnchorKey | None, function: str | None) -> None:
+        if not self._seen(name):
+            return
+        if not regions.in_backward():  # activation checkpointing repeats forward
+            self._phase = "forward"
+            region = self._regions.get(name)
+            if function is not None:
+                known = region is not None and (region.entry is None or region.name in self.compiled)
+                call = region.name if region is not None and known else f"{function}()"
+                self._enter_compiled(call, {name: self._modules[name]})
+            elif key is not None:
+                self._fire(key)
+                if region is not None:
+                    self._enter_compiled(name, self._members[name])
+                    if self.regions is not None:
+                        self.regions.entered()
+            if not self.autocast and torch.is_autocast_enabled(self._device_type):
+                self.autocast = str(torch.get_autocast_dtype(self._device_type)).removeprefix("torch.")
+        self._running.append(name)
 
-        def reached(_entry: nn.Module, _arguments: Any) -> None:
-            if not self._seen(name):
-                return
-            if not regions.in_backward():  # activation checkpointing repeats forward: no anchor
-                self._phase = "forward"
-                function = regions.compiled_function()
-                if function is not None:
-                    known = region is not None and (region.entry is None or region.name in self.compiled)
-                    self._enter_compiled(
-                        region.name if region is not None and known else f"{function}()", {name: module}
-                    )
-                elif region is None or region.name == name:
-                    self._fire(AnchorKind.FORWARD, name)
-                    if region is not None:
-                        self._enter_compiled(name, self._members[name])
-                        if self.regions is not None:
-                            self.regions.entered()
-                if not self.autocast and torch.is_autocast_enabled(self._device_type):
-                    self.autocast = str(torch.get_autocast_dtype(self._device_type)).removeprefix("torch.")
-            self._running.append(name)
-
-        def note_compiled() -> bool:
-            self._enter_compiled(f"{regions.compiled_function() or 'compiled code'}()", {name: module})
-            return True
-
-        return hooks.outside(reached, note_compiled, evaluating=True)
-
-    def _noting_thread(self, name: str) -> hooks.Before:
-        def hook(_entry: nn.Module, _arguments: Any) -> None:
-            self._seen(name)
-
-        return hook
+    def _note_compiled(self, name: str) -> None:
+        self._enter_compiled(f"{regions.compiled_function() or 'compiled code'}()", {name: self._modules[name]})
 
     def _seen(self, module: str) -> bool:
         """Whether the module's operators are seen; autograd takes the dispatch mode along to its own threads."""
@@ -230,60 +218,40 @@ class Whereabouts:
                 if parameter is not None:
                     self._within.setdefault(id(parameter), call)
 
-    def _leaving(self, name: str) -> hooks.After:
-        region = self._regions.get(name)
+    def _leaving(self, name: str, result: Any) -> None:
+        if self._seen(name) and self._running and self._running[-1] == name:  # hooks may be hung while it runs
+            if self.regions is not None and name in self._members and not regions.in_backward():
+                self.regions.left(self._members[name], result)
+            self._running.pop()
 
-        def left(_entry: nn.Module, _arguments: Any, result: Any) -> None:
-            if (
-                self._seen(name) and self._running and self._running[-1] == name
-            ):  # hooks may have been installed while it ran
-                if region is not None and self.regions is not None and not regions.in_backward():
-                    self.regions.left(self._members[name], result)
-                self._running.pop()
+    def _accumulated(self, key: AnchorKey) -> None:
+        parameter = self._parameters[key.name]
+        self._phase = "optimizer"
+        self._on_gradient(key.name, parameter)
+        self._fire(key)
+        if (call := self._within.get(id(parameter))) is not None:
+            self._brought_by[key.name] = call
 
-        return hooks.outside(left)
-
-    def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            self._phase = "optimizer"
-            self._on_gradient(name, parameter)
-            self._fire(AnchorKind.GRADIENT, name)
-            if (call := self._within.get(id(parameter))) is not None:
-                self._brought_by[name] = call
-
-        return hook
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
-        """A closure belongs to the iteration before the step: the optimizer writes after it has run."""
-        begins, again = (functools.partial(what, optimizer) for what in (self._step_begins, self._again))
-        return hooks.guard_closure(arguments, keywords, begins, again)
-
-    def _again(self, optimizer: torch.optim.Optimizer) -> None:
-        if id(optimizer) not in self._optimizers:  # others' state is not saved: they may step freely
-            return
+    def _again(self, optimizer: str) -> None:
         self.failure = TraceError(
-            f"cannot plan a step in which {type(optimizer).__name__} runs its closure more than once, and writes "
-            "parameters in between: Checkpointer(plan=None) copies all state at the boundaries that it saves"
+            f"cannot plan a step in which {type(self._optimizers[optimizer]).__name__} runs its closure more than "
+            "once, and writes parameters in between: Checkpointer(plan=None) copies all state at the boundaries that "
+            "it saves"
         )
         if self.regions is None:  # a live job goes on
             raise self.failure
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def _stepping(self, optimizer: torch.optim.Optimizer) -> None:
         self._phase = "optimizer"
         if (function := regions.compiled_function()) is not None:
             self.compiled.add(f"{function}()")
-            self._steps.known |= regions.compiled_function(whole=True) is not None
-        if id(optimizer) in self._optimizers:
-            self._fire(AnchorKind.OPTIMIZER_PRE, self._optimizers[id(optimizer)])
         self._on_step(optimizer)
         if self.regions is not None and function is not None:
             self.regions.entered()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self.regions is not None and regions.compiled_function() is not None:
             self.regions.stepped(optimizer)
-        if id(optimizer) in self._optimizers:
-            self._fire(AnchorKind.OPTIMIZER_POST, self._optimizers[id(optimizer)])
 
 
 @contextlib.contextmanager

@@ -248,7 +248,7 @@ class Execution:
         subscriber = Subscriber(
             places=frozenset((key.kind, key.name) for key in self._keys),
             forward=reached, gradient=reached, step_begins=reached, step_ends=reached,
-            model=self._on_model, unseen=self._on_traced, repeated=self._on_repeated,
+            model=self._on_model, unseen=self._on_traced, repeated=self._on_repeated, unevaluated=self._on_repeated,
         )  # fmt: skip
         self.stream.subscribe("execution", subscriber)
 
@@ -275,7 +275,7 @@ class Execution:
             self.distrusted = True
             self.capturer.distrust()
 
-    def _on_traced(self) -> None:
+    def _on_traced(self, _module: str) -> None:
         """A hook is being compiled: finish the capture before compiled code writes what it should have copied."""
         try:
             self.finish()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,65 @@ def test_subscribers_are_told_in_order_and_a_role_has_one() -> None:
     finally:
         stream.remove()
     assert (forward(), hooks(model)) == ([], plain)
+
+
+class Evaluating(torch.optim.SGD):
+    """Runs its closure so many times in a step."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__([nn.Parameter(torch.ones(1))], lr=0.1)
+        self.times = times
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        for _ in range(self.times):
+            closure()
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        (0, ["stepped", "unevaluated", "step_ends"]),
+        (1, ["closure", "step_begins", "stepping", "stepped", "step_ends"]),
+        (2, ["closure", "step_begins", "stepping", "repeated", "closure", "stepped", "step_ends"]),
+    ],
+)
+def test_each_step_is_told_and_those_of_the_job_are_anchors(times: int, expected: list[str]) -> None:
+    """Other optimizers' state is not saved: they may run their closures as they like."""
+    own, foreign = Evaluating(times), Evaluating(times)
+    told: list[str] = []
+
+    def tell(event: str) -> Any:
+        return lambda _what: told.append(event)
+
+    def steps(optimizer: Evaluating) -> list[str]:
+        told.clear()
+        optimizer.step(lambda: told.append("closure"))
+        return told
+
+    events = ("step_begins", "step_ends", "stepping", "stepped", "repeated", "unevaluated")
+    stream = AnchorStream({}, {"own": own})
+    stream.subscribe("plan", Subscriber(**{event: tell(event) for event in events}))
+    try:
+        assert steps(own) == expected
+        assert steps(foreign) == [event for event in expected if event in ("closure", "stepping", "stepped")]
+    finally:
+        stream.remove()
+
+
+def test_a_stream_keeps_no_module_or_parameter_that_the_job_drops() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    places = frozenset(((AnchorKind.FORWARD, "model/0"), (AnchorKind.GRADIENT, "model/0.weight")))
+    stream = AnchorStream({"model": model}, {})
+    stream.subscribe("plan", Subscriber(places=places, leaving=lambda *_: None))
+    try:
+        assert not stream.outdated(replaced=True)
+        dropped = weakref.ref(model[0]), weakref.ref(model[0].weight)
+        model[0] = nn.Linear(3, 4)
+        gc.collect()
+        assert [one() for one in dropped] == [None, None]
+        assert stream.outdated(replaced=True)
+    finally:
+        stream.remove()
 
 
 def train_a_copy(_rank: int, model: nn.Module, out: str) -> None:
