@@ -271,8 +271,9 @@ CUTS: list[list[Place]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CUTS)))
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, (2 * n + k) % len(CUTS)) for n, name in enumerate(PROGRAMS) for k in range(2)]
+)
 def test_cut_and_started_again_it_ends_the_same(
     name: str, number: int, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:

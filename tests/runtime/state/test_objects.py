@@ -278,8 +278,13 @@ def without_checkflow(first: Make, then: Make, until: int, steps: int) -> Life:
     return again
 
 
-@pytest.mark.parametrize("then", [linear, cosine, sequence(linear, cosine), chained, lambda o: Wrapper(linear(o))])
-@pytest.mark.parametrize("first", [no, Warm, cycle])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (no, linear), (Warm, cosine), (cycle, sequence(linear, cosine)), (no, chained),
+        (Warm, lambda o: Wrapper(linear(o))), (cycle, linear), (no, cosine),
+    ],
+)  # fmt: skip
 def test_a_cooldown_goes_by_the_rates_of_the_new_schedule(
     first: Make, then: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
