@@ -72,9 +72,9 @@ class LeftMemory:
     folders: tuple[Path, ...] = ()
     found: tuple[Found, ...] = ()
 
-    def report(self) -> str:
-        """For :class:`.ranks.records.StartReport`."""
-        there = [(one.life, one.record) for one in self.found if not one.void or one.life.ranks == 1]
+    def report(self, *, alone: bool = False) -> str:
+        """For :class:`.ranks.records.StartReport`; ``alone``: one process says itself which of its own is void."""
+        there = [(one.life, one.record) for one in self.found if not one.void or (alone and one.life.ranks == 1)]
         kept = tuple(PartInMemory(life, one.step, one.plan_digest, one.info) for life, one in there)
         return _PARTS.dump_json(kept).decode() if kept else ""
 
@@ -182,7 +182,7 @@ def reclaim_alone(store: Store, mode: str | int, council: Council) -> tuple[int 
     Returns the newest step of that, and what frees the memory once the job is restored. Raises as :func:`look`, too.
     """
     left = look(store.directory, 0, locked=True)
-    steps = reclaim(store, mode, left, {0: StartReport(kept=left.report())}, council)
+    steps = reclaim(store, mode, left, {0: StartReport(kept=left.report(alone=True))}, council)
     return max(steps, default=None), left.give_back
 
 
