@@ -30,8 +30,8 @@ class Subscriber:
     Attributes:
         places: the modules and parameters whose anchors are wanted, each of which gets a hook.
         forward: called with the key when a module of ``places`` runs forward, in evaluation too, outside of backward.
-        entering: called after that, and where no anchor is, with the module's name, the key, if there is one, and the
-            compiled function that calls it, which only a stream for planning looks for.
+        entering: called after that with the module's name, the key, and the compiled function that calls it. The key is
+            None where no anchor is; only a stream for planning looks for the function.
         leaving: called with the module's name and its result, or None after an error.
         gradient: called with the key of a parameter whose gradient was accumulated; see
             :meth:`AnchorStream.skip_gradients`.
@@ -127,7 +127,7 @@ class AnchorStream:
         self.hang()
 
     def add(self, role: str, subscriber: Subscriber) -> None:
-        """Call a subscriber's functions likewise; it has no places, so that hooks stay as they are, if any hang."""
+        """Call a subscriber's functions likewise. Hooks stay as they are: ``places``, ``leaving`` need subscribe()."""
         self._subscribers[role] = subscriber
         for event in (field.name for field in fields(Subscriber)[1:]):
             self._tables[event] = tuple(filter(None, (getattr(one, event) for one in self._subscribers.values())))
@@ -170,9 +170,9 @@ class AnchorStream:
             raise
 
     def _hang_at(self, place: Place) -> bool:
-        """Hang the hooks at one place; returns whether it is none inside of a compiled region, which gets no hook.
+        """Hang the hooks at one place; returns False if its module runs inside of a compiled region.
 
-        Planning asks for the hooks inside, too.
+        Such a module gets a hook only for planning.
         """
         target = None if (reference := self._targets[place]) is None else reference()
         if place[0] is AnchorKind.GRADIENT and target is not None:

@@ -62,7 +62,7 @@ class RankCommit:
         return self._council.world_size
 
     def commit(self, capture: Capture, extra: bytes, info: Mapping[str, Any]) -> Path:
-        """Commit a capture with all other ranks'. When it returns, the version survives a power cut.
+        """Commit a capture, with all other ranks' if there are any. When it returns, the version survives a power cut.
 
         Raises:
             MissingShardsError: a rank has not written in time, or cannot; ``ranks`` names it.

@@ -49,7 +49,7 @@ class Saving:
         each: commit every capture, even if training must wait for storage; otherwise storage takes the newest one.
         audit: every how many captures to audit; 0: only the first ones.
         base: the step that the job resumed from, and the run that made it.
-        ranks: commits with all other ranks.
+        ranks: commits with all other ranks; or alone, if there are none.
         ranked: the best checkpoints at the start, by which all ranks judge.
     """
 

@@ -30,7 +30,10 @@ _counted = itertools.count()  # of this process's councils: all ranks make them 
 
 
 class Alone(Council):
-    """The council of a process that trains alone: it has no thread and no meeting place."""
+    """The council of a process that trains alone: it has no thread and no meeting place.
+
+    A process that is alone asks it for nothing else than what stands here, and for what a rank tells its council.
+    """
 
     alone = True
 
@@ -40,6 +43,9 @@ class Alone(Council):
 
     def _tell(self, event: Event) -> None:
         """Nobody hears it."""
+
+    def leave_boundary(self, step: int, *, captured: bool) -> None:
+        """Nobody waits."""
 
     def open_attempt(self, step: int, patience_seconds: float | None = None) -> Attempt:
         return Attempt(0, step)

@@ -131,8 +131,13 @@ def _lead(
         if failed is not None:
             raise failed
         clear_notes(folder)
-        others = (loads(_SHARE, one.written.encode(), f"the receipt of rank {one.rank}") for one in receipts[1:])
-        shares = [own, *others]
+        shares = [own]
+        for one in receipts[1:]:
+            shares.append(loads(_SHARE, one.written.encode(), f"the receipt of rank {one.rank}"))
+            if shares[-1].written.rank != one.rank:
+                raise StorageError(
+                    f"the receipt of rank {one.rank} is damaged: it has rank {shares[-1].written.rank}'s part"
+                )
         info: dict[str, Any] = {
             "created": round(time.time(), 3),
             INFO: {name: [one.dimension, one.dtype, one.initializer] for name, one in _join_tables(shares).items()},

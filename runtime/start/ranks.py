@@ -98,7 +98,7 @@ class RankStart:
         self.left.give_back()
 
     def restore(self, job: Job, arguments: Arguments, place: _Place, plan: Plan | None) -> Resumed | None:
-        """Restore this rank's part of the step, and its random numbers.
+        """Restore this rank's part of the step, and its random numbers. Each rank makes its own ``plan``, later.
 
         Raises:
             MismatchError: the step is of another job; nothing was changed.

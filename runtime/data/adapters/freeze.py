@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkflow.core.state import Spans, memory_order, region
+from checkflow.core.state import Spans, has_own_memory, memory_order, region
 
 logger = logging.getLogger("checkflow")
 
@@ -57,7 +57,7 @@ class Overlaps:
         for tensors in by_storage if not self._said else ():
             spans = Spans()
             for tensor in tensors if len(tensors) > 1 else ():
-                if not self._said and not spans.take(region(tensor)):
+                if not self._said and has_own_memory(tensor) and not spans.take(region(tensor)):
                     self._said = True
                     logger.warning(
                         "state_dict() of the loader returns tensors that share memory, one of shape %s: after a resume "

@@ -30,7 +30,7 @@ class WorkerStream(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, persistent: bool) -> None:
-        self.dataset, self._persistent = dataset, persistent
+        self.dataset, self._persistent, self._overlaps = dataset, persistent, Overlaps()
         self._epoch = multiprocessing.sharedctypes.RawValue("q", 0)  # workers see it change, however they are started
 
     def __len__(self) -> int:
@@ -47,15 +47,19 @@ class WorkerStream(IterableDataset[Any]):
         if worker is not None and self._persistent and self._epoch.value:
             seed_generators(derived_seed(worker.seed, self._epoch.value))
         iterator = iter(self.dataset)
-        return _Stream(self.dataset, iterator) if has_state(self.dataset) or has_state(iterator) else iterator
+        return (
+            _Stream(self.dataset, iterator, self._overlaps)
+            if has_state(self.dataset) or has_state(iterator)
+            else iterator
+        )
 
 
 class _Stream:
     """An iteration whose state is that of the data set, of its iterator, and of the worker's generators."""
 
-    def __init__(self, dataset: Any, iterator: Iterator[Any]) -> None:
+    def __init__(self, dataset: Any, iterator: Iterator[Any], overlaps: Overlaps) -> None:
         self._dataset, self._iterator = dataset, iterator
-        self._own, self._overlaps = OwnState({"dataset": dataset}), Overlaps()
+        self._own, self._overlaps = OwnState({"dataset": dataset}), overlaps
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
