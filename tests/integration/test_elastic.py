@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.programs.elastic_worker import BATCH_SIZE, SCENARIOS, STOPPED, Scenario
+from tests.support.ranks.torchrun import Torchrun
 
 # Thirteen processes import torch before the first test.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -31,15 +30,12 @@ def start(before: Path, after: Path, ranks: int, steps: int) -> list[dict[str, A
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     after.mkdir()
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
-            f"--nproc-per-node={ranks}", "-m", "tests.support.programs.elastic_worker", str(before), str(after),
-            str(steps),
-        ],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    arguments = [
+        "--standalone", f"--nproc-per-node={ranks}", "-m", "tests.support.programs.elastic_worker", str(before),
+        str(after), str(steps),
+    ]  # fmt: skip
+    code = Torchrun(after, "output", arguments, environment).wait()
+    assert code == 0, (after / "output").read_text()[-4000:]
     return [json.loads((after / f"rank {rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -235,7 +235,8 @@ def test_ranks_see_what_they_see_without_checkflow(name: str, tmp_path: Path) ->
 
     def run(place: str, checkpoints: Path | None, stop: int | None = None, seed: int = 3) -> list[Any]:
         (tmp_path / place).mkdir()
-        return run_ranks(tmp_path / place, 2, rank_trains, tmp_path, name, checkpoints, stop, seed)
+        arguments = tmp_path, name, checkpoints, stop, seed
+        return run_ranks(tmp_path / place, 2, rank_trains, *arguments, preloaded=("transformers.trainer",))
 
     plain, ours = run("plain", None), run("ours", tmp_path / "whole")
     run("cut", tmp_path / "all", 4)

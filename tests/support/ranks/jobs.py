@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from checkflow.runtime.memory_tier.records import LIFE, PREFIX
 from checkflow.runtime.memory_tier.records import ROOT as ROOT_OF_MEMORY
+from tests.support.ranks.torchrun import Torchrun
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -34,16 +33,13 @@ class RankJob:
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True)
         self.folder, self.ranks = folder, ranks
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-            f"--max-restarts={restarts}", "--monitor-interval=0.1", str(program), str(directory), kind, str(epochs),
-            *(f"{name}={value}" for name, value in options.items()),
+        arguments = [
+            "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1",
+            str(program), str(directory), kind, str(epochs), *(f"{name}={value}" for name, value in options.items()),
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        self.output = (folder / "output").open("wb")
-        self.launcher = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        (folder / "output").touch()
+        self.launcher = Torchrun(folder, "output", arguments, environment)
 
     def said(self, rank: int, what: str | None = None) -> list[dict[str, Any]]:
         path = self.folder / f"log-{rank}"
@@ -86,10 +82,6 @@ class RankJob:
                 os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not self.alive())
 
-    def close(self) -> None:
-        self.kill_all()
-        self.output.close()
-
 
 def kept_by_ranks(directory: Path) -> dict[int, set[int]]:
     """By rank, the steps that host memory has; of a job that may be at work on it."""
@@ -120,7 +112,7 @@ def rank_job(folder: Path, ranks: int, directory: Path, kind: str, epochs: int, 
     try:
         yield job
     finally:
-        job.close()
+        job.kill_all()
 
 
 def run_job(folder: Path, ranks: int, directory: Path, kind: str, epochs: int, **options: Any) -> RankJob:

@@ -6,19 +6,35 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 Work = Callable[..., Any]
 
 
-def run_ranks(folder: Path, world_size: int, work: Work, *arguments: Any, exit_code: int = 0) -> list[Any]:
+def preload(*more: str) -> None:
+    """The process that others are forked from imports what most of them need, and ``more``."""
+    modules = [  # pytest: where it is the main program, all import it
+        "pytest", "torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel", "tests.support.programs.ranks_job", *more,
+    ]  # fmt: skip
+    server: Any = forkserver._forkserver
+    if server._preload_modules != modules:
+        server._stop()
+        server.set_forkserver_preload(modules)
+
+
+def run_ranks(
+    folder: Path, world_size: int, work: Work, *arguments: Any, exit_code: int = 0, preloaded: tuple[str, ...] = ()
+) -> list[Any]:  # fmt: skip
     """``work(rank, world_size, *arguments)`` in processes of one process group; returns what each returned, by rank.
 
     ``folder`` is empty; ``work`` is a module's function. ``exit_code``: of all, which otherwise return nothing.
+    ``preloaded``: modules that take long to import, and that other ranks do not need.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor"])
+    preload(*preloaded)
     processes = [
         context.Process(target=_rank, args=(folder, rank, world_size, work, arguments)) for rank in range(world_size)
     ]
