@@ -66,7 +66,7 @@ class Subscriber:
 
 
 class AnchorStream:
-    """The anchors of one job, told to those who subscribe.
+    """A stream tells the anchors of one job to those who subscribe.
 
     Each event has one table of the functions that it calls, in the order in which their roles came first. An error in
     one ends the event, and goes to training. Who subscribes within an event is told from the next one on.
@@ -110,6 +110,7 @@ class AnchorStream:
         self._regions: dict[str, regions.CompiledRegion] = {}
         self._inside: set[Place] = set()  # anchors of modules inside of compiled regions, without hooks
         self._hangings: list[hooks.Hanging] = []
+        self._served: Subscriber | None = None  # all hooks hang for it; a signal's handler may raise before they do
 
     def subscribe(self, role: str, subscriber: Subscriber) -> None:
         """Call a subscriber's functions from now on, and no more those of the one that had its role.
@@ -122,9 +123,10 @@ class AnchorStream:
         for kind, name in sorted(places - found.keys()):
             what = {AnchorKind.FORWARD: "module", AnchorKind.GRADIENT: "parameter"}.get(kind, "optimizer")
             raise MismatchError(f"the plan has an anchor at {what} {name}, which the job does not have")
-        self._targets = found
+        self._targets, self._served = found, None
         self.add(role, subscriber)
         self.hang()
+        self._served = subscriber
 
     def add(self, role: str, subscriber: Subscriber) -> None:
         """Call a subscriber's functions likewise. Hooks stay as they are: ``places``, ``leaving`` need subscribe()."""
@@ -188,7 +190,7 @@ class AnchorStream:
 
     @property
     def silent(self) -> frozenset[Place]:
-        """The wanted forward anchors that do not fire before their module runs.
+        """Return the wanted forward anchors that do not fire before their module runs.
 
         If anything is compiled, each must have fired once: code compiled before the hooks were hung bypasses them.
         """
@@ -199,8 +201,14 @@ class AnchorStream:
         passed_by = forward - self.fired if compiled else set()
         return frozenset(forward & known | passed_by)
 
-    def outdated(self, *, replaced: bool) -> bool:
-        """Whether modules or parameters lack hooks: they were compiled, or, if ``replaced``, maybe replaced."""
+    def outdated(self, subscriber: Subscriber, *, replaced: bool) -> bool:
+        """Return whether anchors may pass this subscriber by, so that it must subscribe again.
+
+        Modules were compiled, or, if ``replaced``, maybe replaced; or an error came while hooks were hung, or after
+        another subscriber took its role.
+        """
+        if self._served is not subscriber:
+            return True
         looking, self._look_again = replaced or self._look_again, False
         if looking and (regions.compiled_regions(self._models) != self._regions or not self._same_targets()):
             return True
@@ -211,7 +219,7 @@ class AnchorStream:
         return all(found.get(place) is target for place, target in self._targets.items())
 
     def _find_targets(self, places: Iterable[Place]) -> dict[Place, weakref.ref[Any] | None]:
-        """What the job has of these places: modules and parameters; None for a frozen parameter, and for others."""
+        """Return what the job has at these places: modules and parameters; None at frozen ones, and at others."""
         optimizers = dict.fromkeys(self._optimizers.values())
         parameters = parameter_paths(self._models).items()
         have: dict[AnchorKind, Mapping[str, Any]] = {

@@ -205,13 +205,13 @@ class Council:
 
     def note_boundary(self, step: int) -> View:
         """Training has come to a boundary; what holds there. :meth:`leave_boundary` or :meth:`await_end` comes next."""
-        self._events.put(lambda member, chair, now: member.arrived(step))
+        self._note(lambda member, chair, now: member.arrived(step))
         return self.view  # read after the event is in the queue: see member.py
 
     def leave_boundary(self, step: int, *, captured: bool) -> None:
         """Training goes on; whether a capture of this boundary has begun."""
         passed = time.monotonic()
-        self._events.put(lambda member, chair, now: member.passed(step, passed, captured=captured))
+        self._note(lambda member, chair, now: member.passed(step, passed, captured=captured))
 
     def await_end(self, step: int, *, captured: bool, wait_seconds: float) -> bool:
         """Wait at a boundary at which ``view.stops_at(step)``; False: training goes on to a later one.
@@ -237,19 +237,19 @@ class Council:
 
     def note_over(self, step: int | None) -> None:
         """Training has ended on this rank after this iteration; None: another loop begins."""
-        self._events.put(lambda member, chair, now: member.over(step))
+        self._note(lambda member, chair, now: member.over(step))
 
     def request_end(self, reason: str, grace_seconds: float) -> None:
         """All ranks are to end. A signal handler may call this."""
-        self._events.put(lambda member, chair, now: member.ask_end(reason, now, grace_seconds))
+        self._note(lambda member, chair, now: member.ask_end(reason, now, grace_seconds))
 
     def note_plan(self, interval: int) -> None:
         """Another plan runs here, with this interval; 0: none. Rank 0 finds that of all in its ``overview``."""
-        self._events.put(lambda member, chair, now: member.plan(interval))
+        self._note(lambda member, chair, now: member.plan(interval))
 
     def schedule(self, steps: tuple[int, ...]) -> None:
         """Rank 0: which boundaries are captured, decided ``overview.lead`` iterations ahead."""
-        self._events.put(lambda member, chair, now: None if chair is None else chair.schedule(steps))
+        self._note(lambda member, chair, now: None if chair is None else chair.schedule(steps))
 
     # The writer's thread
 
@@ -394,7 +394,7 @@ class Council:
             if chair is not None:
                 chair.leave(reason)
 
-        self._events.put(leave)
+        self._note(leave)
         self._closing = True  # after the event: the last round takes it along
         self._wake.set()
         self._thread.join(_CLOSE_SECONDS)
@@ -411,8 +411,12 @@ class Council:
     def _publish(self, view: View) -> None:
         self.view = view
 
-    def _tell(self, event: Event) -> None:
+    def _note(self, event: Event) -> None:
+        """Leave an event for the council's thread, without waking it."""
         self._events.put(event)
+
+    def _tell(self, event: Event) -> None:
+        self._note(event)
         self._wake.set()
 
     def _drain(self) -> Iterator[Event]:

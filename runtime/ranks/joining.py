@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
-import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from checkflow.core.errors import MissingShardsError, StorageError
 from checkflow.runtime.ranks.chair import Overview
@@ -30,22 +28,20 @@ _counted = itertools.count()  # of this process's councils: all ranks make them 
 
 
 class Alone(Council):
-    """The council of a process that trains alone: it has no thread and no meeting place.
-
-    A process that is alone asks it for nothing else than what stands here, and for what a rank tells its council.
-    """
+    """This council is of one process that trains alone: it has no thread and no meeting place, and nobody hears it."""
 
     alone = True
 
     def __init__(self) -> None:
         self.rank, self.world_size, self.generation, self.view, self.overview = 0, 1, "", View(), Overview()
-        self._events: Any = types.SimpleNamespace(put=self._tell)
 
-    def _tell(self, event: Event) -> None:
-        """Nobody hears it."""
+    def _note(self, event: Event) -> None:
+        pass
+
+    _tell = _note
 
     def leave_boundary(self, step: int, *, captured: bool) -> None:
-        """Nobody waits."""
+        """Nobody waits for it: not even an event is made, at each boundary."""
 
     def open_attempt(self, step: int, patience_seconds: float | None = None) -> Attempt:
         return Attempt(0, step)
@@ -103,7 +99,7 @@ def join(identity: Identity, directory: Path, *, silent_seconds: float = 15.0, s
 
 
 def agree_generation(place: MeetingPlace, rank: int, world_size: int, wait_seconds: float) -> str:
-    """A name that rank 0 draws. What earlier starts have left at the place is not taken for an answer.
+    """Return a name that rank 0 draws. What earlier starts have left at the place is not taken for an answer.
 
     Each other rank says a number drawn at random; rank 0 answers with the name and all numbers, and has the answer of a
     rank when that has seen its own number in it.

@@ -202,7 +202,7 @@ class Execution:
         if not idle:
             self._walk.current()
         replaced = not idle and self._walk.outer is not self._hooked
-        outdated = self.stream.outdated(replaced=replaced)
+        outdated = self.stream.outdated(self._subscriber, replaced=replaced)
         if replaced or outdated:
             self.finish()  # its last tensors might be written where hooks are gone
             self._guards = self._make_guards()
@@ -245,12 +245,12 @@ class Execution:
     def _subscribe(self) -> None:
         """Hang hooks at the anchors that have work, in place of those of the plan before."""
         reached = self.reached
-        subscriber = Subscriber(
+        self._subscriber = Subscriber(
             places=frozenset((key.kind, key.name) for key in self._keys),
             forward=reached, gradient=reached, step_begins=reached, step_ends=reached,
             model=self._on_model, unseen=self._on_traced, repeated=self._on_repeated, unevaluated=self._on_repeated,
         )  # fmt: skip
-        self.stream.subscribe("execution", subscriber)
+        self.stream.subscribe("execution", self._subscriber)
 
     def _on_model(self, _name: str, _arguments: Any) -> None:
         """Batch norm writes its statistics; no optimizer's step need follow."""

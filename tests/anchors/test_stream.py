@@ -228,14 +228,44 @@ def test_a_stream_keeps_no_module_or_parameter_that_the_job_drops() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     places = frozenset(((AnchorKind.FORWARD, "model/0"), (AnchorKind.GRADIENT, "model/0.weight")))
     stream = AnchorStream({"model": model}, {})
-    stream.subscribe("plan", Subscriber(places=places, leaving=lambda *_: None))
+    subscriber = Subscriber(places=places, leaving=lambda *_: None)
+    stream.subscribe("plan", subscriber)
     try:
-        assert not stream.outdated(replaced=True)
+        assert not stream.outdated(subscriber, replaced=True)
         dropped = weakref.ref(model[0]), weakref.ref(model[0].weight)
         model[0] = nn.Linear(3, 4)
         gc.collect()
         assert [one() for one in dropped] == [None, None]
-        assert stream.outdated(replaced=True)
+        assert stream.outdated(subscriber, replaced=True)
+    finally:
+        stream.remove()
+
+
+def test_whoever_was_interrupted_must_subscribe_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a signal whose handler raises while hooks are hung, or when another plan has just taken the place."""
+    model = nn.Linear(3, 4)
+    stream = AnchorStream({"model": model}, {})
+    reached: list[AnchorKey] = []
+    first, second = (
+        Subscriber(places=frozenset([(AnchorKind.FORWARD, "model/")]), forward=one) for one in (reached.append, print)
+    )
+
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    stream.subscribe("execution", first)
+    try:
+        assert not stream.outdated(first, replaced=False)
+        stream.subscribe("execution", second)
+        assert stream.outdated(first, replaced=False)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("checkflow.anchors.hooks.around_steps", interrupted)
+            stream.subscribe("execution", first)
+        assert stream.outdated(first, replaced=False)
+        stream.subscribe("execution", first)
+        assert not stream.outdated(first, replaced=False)
+        model(torch.ones(2, 3))
+        assert reached == [AnchorKey(AnchorKind.FORWARD, "model/")]
     finally:
         stream.remove()
 
