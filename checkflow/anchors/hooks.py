@@ -30,13 +30,13 @@ class Hanging:
 
 @dataclass
 class UnseenSteps:
-    """What is known of optimizers that step in compiled code which cannot be left for an anchor."""
+    """These flags say what is known of optimizers that step in compiled code which cannot be left for an anchor."""
 
     known: bool = False  # there is one: set when its code is compiled
     taken: bool = False  # it has stepped: set when its code has run
 
     def take(self) -> bool:
-        """Whether one has stepped since the last call."""
+        """Return whether an optimizer has stepped since the last call."""
         taken, self.taken = self.taken, False
         return taken
 

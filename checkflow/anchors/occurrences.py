@@ -28,7 +28,7 @@ class Occurrences:
 
 
 class Numbers(dict[Place, Occurrences]):
-    """The occurrences of a job's anchors, of those that were reached."""
+    """This table has the occurrences of each anchor that a job has reached."""
 
     def __missing__(self, place: Place) -> Occurrences:
         made = self[place] = Occurrences(place)

@@ -32,7 +32,7 @@ class CompiledRegion:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A CUDA graph's replay. It runs none of the hooks that were hung when it was captured, so it is one anchor."""
+    """A CUDA graph's replay runs none of the hooks that were hung when it was captured, so it is one anchor."""
 
     name: str  # of the module whose forward it is, "<model>/<path>"
 
@@ -44,7 +44,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def anything_compiled() -> bool:
-    """Whether torch has compiled code in this process, which may have bypassed hooks."""
+    """Return whether torch has compiled code in this process, which may have bypassed hooks."""
     compiler = sys.modules.get("torch._dynamo.convert_frame")
     return compiler is not None and bool(getattr(compiler, "FRAME_COUNTER", True))
 
@@ -108,7 +108,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _class_is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` decorated the module's class, so that calling it runs hooks in compiled code."""
+    """Return whether ``torch.compile`` decorated the module's class, so that calling it runs hooks in compiled code."""
     return hasattr(type(module)._call_impl, "_torchdynamo_orig_callable")
 
 
@@ -132,5 +132,5 @@ def compiled_function(*, whole: bool = False) -> str | None:
 
 
 def in_backward() -> bool:
-    """Whether autograd runs on this thread now."""
+    """Return whether autograd runs on this thread now."""
     return int(torch._C._current_graph_task_id()) != -1

@@ -110,12 +110,12 @@ class Whereabouts:
 
     @property
     def steps_unseen(self) -> bool:
-        """Whether an optimizer steps in compiled code that torch may not leave for an anchor."""
+        """Return whether an optimizer steps in compiled code that torch may not leave for an anchor."""
         return self._stream.steps.known
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        """The anchors that fire in the job, by position."""
+        """Return the anchors that fire in the job, by position."""
         if self.steps_unseen:  # then the time of the parameters' writes is unknown, too
             return (self._anchors[0],)
         last: dict[tuple[str, int], int] = {}
@@ -149,7 +149,7 @@ class Whereabouts:
         return "backward" if regions.in_backward() else self._phase
 
     def module(self) -> str:
-        """The module whose forward runs; in backward the one whose forward made the differentiated operator."""
+        """Return the module whose forward runs; in backward the one whose forward made the differentiated operator."""
         if self._running:
             return self._running[-1]
         if regions.in_backward():
@@ -203,7 +203,7 @@ class Whereabouts:
         self._enter_compiled(f"{regions.compiled_function() or 'compiled code'}()", {name: self._modules[name]})
 
     def _seen(self, module: str) -> bool:
-        """Whether the module's operators are seen; autograd takes the dispatch mode along to its own threads."""
+        """Return whether the module's operators are seen; autograd takes the dispatch mode along to its own threads."""
         seen = threading.get_ident() == self._thread or regions.in_backward()
         self.elsewhere = self.elsewhere or ("" if seen else module)
         return seen

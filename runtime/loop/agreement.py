@@ -40,7 +40,7 @@ class Agreement:
 
     @property
     def ahead(self) -> int:
-        """By how many iterations rank 0 decides before a boundary."""
+        """Return by how many iterations rank 0 decides before a boundary."""
         return 0 if self._by_number else self._council.overview.lead
 
     @property
@@ -68,11 +68,11 @@ class Agreement:
         return True
 
     def is_saved(self, step: int) -> bool:
-        """Whether all ranks that end at this boundary save it: not where a rank is dead, or the grace period over."""
+        """Return whether all ranks that end here save it: not where a rank is dead, or the grace period over."""
         return self.decides_alone or (self._view.end is not None and self._view.end.at == step)
 
     def is_due(self, step: int, ahead: int, *, wanted: bool) -> bool:
-        """Whether all ranks capture this boundary.
+        """Return whether all ranks capture this boundary.
 
         Args:
             ahead: as :attr:`ahead` was when rank 0 decided.

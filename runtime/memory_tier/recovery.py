@@ -96,7 +96,7 @@ class Found:
 
 
 def folder_of(directory: Path, mark: str = MARK) -> Path | None:
-    """The previous run's folder by its mark; None if it ended by itself, or this job may not take it.
+    """Return the previous run's folder by its mark; None if it ended by itself, or this job may not take it.
 
     Raises:
         LockedError: another process uses it.
@@ -132,7 +132,7 @@ def _rests_on_plan(record: CaptureRecord) -> bool:
 
 
 def _refutes_plan(one: Found) -> bool:
-    """Whether an audit refutes a capture, and the plan that made it."""
+    """Return whether an audit refutes a capture, and the plan that made it."""
     if not (one.record.by_plan and one.record.audited):
         return False
     try:
@@ -143,7 +143,7 @@ def _refutes_plan(one: Found) -> bool:
 
 
 def newest_stored(store: Store) -> NewestStored:
-    """What a run's captures must be newer than."""
+    """A run's captures must be newer than this checkpoint."""
     newest = next(iter(store.checkpoints()), None)
     step = None if newest is None else parse_step(newest.name)
     return NewestStored() if newest is None or step is None else NewestStored(step, run_of(newest))
@@ -158,14 +158,14 @@ def refuse_other_life(life: RunLife, storage: NewestStored) -> None:
 
 
 def worth_keeping(store: Store, left: Iterable[tuple[int, Mapping[str, Any]]]) -> frozenset[int]:
-    """The steps that stay for another reason than being new. ``left``: captures, by step and ``info``."""
+    """Return the steps that stay for another reason than being new. ``left``: captures, by step and ``info``."""
     known = [*store.look(), *(retention.known(step, info) for step, info in left)]
     later = [retention.Known(MAX_STEP - number) for number in range(store.rules.keep_latest)]
     return retention.kept(store.rules, [*known, *later], MAX_STEP)
 
 
 def load(found: Found) -> tuple[dict[str, Source], Layout, bytes, mmap.mmap]:
-    """What a capture's tensors are parts of, its layout, extra state and bytes.
+    """Return what a capture's tensors are parts of, its layout, extra state and bytes.
 
     Raises CorruptCheckpointError, UnsupportedError or ValidationError if they do not match its record, or it is void;
     OSError if they are unreadable now.
@@ -294,7 +294,7 @@ def free(left: Left, *, force: bool = False) -> str | None:
 
 
 def _is_mounted(owner: Owner) -> bool:
-    """Whether the file system of the checkpoints is mounted where it was."""
+    """Return whether the file system of the checkpoints is mounted where it was."""
     directory = Path(owner.directory)
     for path in (directory, *directory.parents):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -141,7 +141,7 @@ class RankCommit:
 
 
 def receipt_of(council: Council, attempt: Attempt, **more: Any) -> Receipt:
-    """This rank's receipt of an attempt."""
+    """Return this rank's receipt of an attempt."""
     return Receipt(council.rank, council.world_size, council.generation, attempt.number, attempt.step, **more)
 
 
@@ -186,7 +186,7 @@ def write_staged(
 
 
 def _loads(receipt: Receipt) -> Written:
-    """What a rank has written; StorageError if its receipt does not say."""
+    """Return the files that a rank has written; StorageError if its receipt does not say."""
     try:
         found = _WRITTEN.validate_json(receipt.written)
     except ValidationError as error:

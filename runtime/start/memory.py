@@ -40,7 +40,7 @@ logger = logging.getLogger("checkflow")
 
 @dataclass(frozen=True, slots=True)
 class PartInMemory:
-    """A dead rank's part of a version, as ranks tell rank 0 of it."""
+    """This record tells rank 0 of a dead rank's part of a version."""
 
     __pydantic_config__ = STRICT
     life: RunLife
@@ -51,7 +51,7 @@ class PartInMemory:
 
 @dataclass(frozen=True)
 class _Version:
-    """All parts of a step of a dead run, by rank."""
+    """A version holds all parts of a step of a dead run, by rank."""
 
     life: RunLife
     step: int
@@ -64,7 +64,7 @@ _WRITTEN: TypeAdapter[tuple[Written, ...]] = TypeAdapter(Many[Written])
 
 @dataclass(frozen=True)
 class LeftMemory:
-    """What dead ranks of a directory have left on this machine."""
+    """This record has what dead ranks of a directory have left on this machine."""
 
     directory: Path
     rank: int  # that has looked
@@ -94,7 +94,7 @@ class LeftMemory:
             council.post_receipt(receipt_of(council, attempt, written=_WRITTEN.dump_json(written).decode()))
 
     def parts_of(self, dead_run_id: str, step: int) -> list[Found]:
-        """What lies here of a version, the part of this rank's number first."""
+        """Return the parts of a version that lie here, the part of this rank's number first."""
         mine = [one for one in self.found if (one.life.run_id, one.record.step) == (dead_run_id, step)]
         return sorted(mine, key=lambda one: one.life.rank != self.rank)
 
@@ -222,7 +222,7 @@ def reclaim(
 
 
 def _versions(store: Store, reports: Mapping[int, StartReport]) -> list[_Version]:
-    """The steps of which all ranks' parts are there, and which storage does not have, newest first."""
+    """Return the steps of which all ranks' parts are there, and which storage does not have, newest first."""
     stored = {parse_step(path.name) for path in store.checkpoints()}
     found: dict[tuple[str, int, int], dict[int, PartInMemory]] = {}
     for rank, report in sorted(reports.items()):
@@ -243,7 +243,7 @@ def _versions(store: Store, reports: Mapping[int, StartReport]) -> list[_Version
 
 
 def _is_of_storage(store: Store, one: _Version) -> bool:
-    """Whether storage is as the version's run left it."""
+    """Return whether storage is as the version's run left it."""
     try:
         recovery.refuse_other_life(one.life, recovery.newest_stored(store))
     except CorruptCheckpointError as error:
@@ -253,7 +253,7 @@ def _is_of_storage(store: Store, one: _Version) -> bool:
 
 
 def _newer(store: Store, mode: str | int, versions: Sequence[_Version]) -> list[_Version]:
-    """Of the run with the newest version, those that are newer than storage, and that of step ``mode``."""
+    """Return, of the run with the newest version, those newer than storage, and that of step ``mode``."""
     newest = recovery.newest_stored(store).step
     wanted = [one for one in versions if one.step > newest or one.step == mode]
     return [one for one in wanted if one.life.run_id == wanted[0].life.run_id]
@@ -330,7 +330,7 @@ def _commit_parts(store: Store, left: LeftMemory, one: _Version, council: Counci
 
 
 def _claim(store: Store | SharedStore, attempt: Attempt) -> str:
-    """The file by which one of a machine's ranks takes a part in an attempt."""
+    """Return the name of the file by which one of a machine's ranks takes a part in an attempt."""
     return f"taken-{store.run_id}-{attempt.step}-{attempt.number}"
 
 
