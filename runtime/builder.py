@@ -25,7 +25,6 @@ from checkflow.runtime.job.job import Job
 from checkflow.runtime.job.progress import Progress
 from checkflow.runtime.live_plan.cache import PlanCache
 from checkflow.runtime.live_plan.planning import Planning
-from checkflow.runtime.loop.agreement import Agreement
 from checkflow.runtime.loop.preemption import Preemption
 from checkflow.runtime.loop.training_loop import TrainingLoop
 from checkflow.runtime.memory_tier.records import NOTHING
@@ -34,7 +33,6 @@ from checkflow.runtime.persist.saver import Saving
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.reporter import Reporter
 from checkflow.runtime.snapshot.program import compile_plan
-from checkflow.runtime.snapshot.share import RankShare
 from checkflow.runtime.start.ranks import LoneStart, RankStart, start_rank
 from checkflow.runtime.state.collect import refuse_unsaved
 from checkflow.runtime.state.objects import log_fresh, refuse_unknown
@@ -116,7 +114,7 @@ def assemble(
         start = start_rank(council, arguments, job)
         store = start.store
         undo.callback(store.close)
-        share = RankShare(start.view, job.models, job.optimizers)
+        share = start.share(job)
         planning = None
         if given is None:
             cache = PlanCache(store.directory, arguments.plan_limits, start.view)
@@ -139,7 +137,7 @@ def assemble(
         loop = TrainingLoop(
             job, iteration=resumed_from or 0, progress=progress, saving=saving, given=given, planning=planning,
             asked=asked, directory=store.directory, raising=arguments.raising, preemption=preemption,
-            agreement=Agreement(
+            agreement=start.agreement(
                 council, preemption, by_number=asked.every is not None, grace_seconds=arguments.grace_seconds
             ),
             share=share,

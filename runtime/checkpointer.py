@@ -43,7 +43,7 @@ from checkflow.runtime.data.worker_processes import is_lost_worker
 from checkflow.runtime.job.job import Job
 from checkflow.runtime.log_handler import show_lines
 from checkflow.runtime.ranks.identity import find_identity
-from checkflow.runtime.ranks.joining import Alone, join
+from checkflow.runtime.ranks.joining import join
 from checkflow.runtime.reporter import start_line
 from checkflow.runtime.snapshot.capturer import CaptureReport
 from checkflow.runtime.state.collect import Stateful, StateWalk
@@ -188,10 +188,9 @@ class Checkpointer:
         models = as_models(model)
         optimizers = as_optimizers(optimizer, models)
         sharded = any(is_distributed(item.tensor) for item in held_tensors(models, optimizers))
-        identity = find_identity(sharded=sharded)
-        walk = StateWalk(models, optimizers, of_a_rank=identity is not None)
+        council = join(find_identity(sharded=sharded), Path(os.fspath(directory)).absolute())
+        walk = StateWalk(models, optimizers, of_a_rank=not council.alone)
         self._job = job = Job(models, optimizers, dict(state or {}), loader, walk)
-        council = Alone() if identity is None else join(identity, Path(os.fspath(directory)).absolute())
         with refusing_together(council):
             if not council.alone:  # each rank's plan is another one
                 refuse_for_ranks(plan)

@@ -39,7 +39,7 @@ class PlanCache:
 
     def __init__(self, directory: Path, limits: PlanLimits, rank: RankView = ALONE) -> None:
         self._directory, self._limits = directory, limits
-        self._folders = (FOLDER,) if rank.whole else (FOLDER, f"{rank.rank:05d}-of-{rank.world_size:05d}")
+        self._folders = (FOLDER, *rank.folders)
         self.folder = directory.joinpath(*self._folders)
         self._damaged: set[str] = set()  # names that were logged as damaged
 

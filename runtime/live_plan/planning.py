@@ -18,7 +18,7 @@ from checkflow.core import plan as plans
 from checkflow.core.errors import CheckflowError, PlanError, TraceError
 from checkflow.core.generators import is_generator
 from checkflow.core.plan import Plan
-from checkflow.core.planner_api import PendingPlan, PlanLimits, Planner, PlanResponse, RankParts, Recorder
+from checkflow.core.planner_api import PendingPlan, PlanLimits, Planner, PlanResponse, Recorder
 from checkflow.core.reports.run_report import PlanSource
 from checkflow.core.state import (
     STATE,
@@ -265,9 +265,9 @@ class Planning:
         return "+".join(type(unwrap(model)).__name__ for model in self._models.values())
 
     def _beside(self) -> Sequence[StateTensor]:
-        """The tensors in Variables. Of several ranks, each copies its own at the boundary."""
+        """The tensors in Variables. The plan of one of several ranks has none: each copies its own at the boundary."""
         gathering = self._walk.gather(looks=False)
-        for name, one in self._given.objects.items() if self._share.view.whole else ():
+        for name, one in self._given.objects.items():
             if isinstance(one, Variables):
                 pairs = zip(one.state_dict().items(), one.held(), strict=True)
                 gathering.take({key: now for (key, now), held in pairs if not is_generator(held)}, f"{STATE}/{name}")
@@ -318,20 +318,11 @@ class Planning:
                 device=self._device,
                 limits=self._limits,
                 file=self._cache.file,
-                of_rank=self._of_rank(),
+                of_rank=self._share.for_plan(self._walk.current()),
             )
         self._best = None
         if self._making is not None:
             self.stage = Stage.MAKING
-
-    def _of_rank(self) -> RankParts | None:
-        if self._share.view.whole:
-            return None
-        copied = self._share.of(self._walk.current())
-        parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-        for name, source in copied.sources.items():
-            parts.setdefault(source.tensor, []).append((name, source.box.lengths))
-        return RankParts(self._share.view.world_size, parts)
 
     # The plan that is made
 
@@ -452,10 +443,8 @@ class Planning:
 
     def _copied(self, state: TrainingState) -> TrainingState:
         """What this process copies of the state."""
-        if self._share.view.whole:
-            return state
         if self._parts is None or self._parts[0] is not state:
-            self._parts = state, TrainingState(self._share.of(state).items, state.ties)
+            self._parts = state, self._share.copied(state)
         return self._parts[1]
 
     def _hold_against(self, plan: Plan, seen: Seen) -> Arrival | None:

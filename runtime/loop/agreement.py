@@ -18,7 +18,7 @@ _WAIT_SHARE = 0.6  # of the grace period: the rest is for the last checkpoint
 
 
 class Agreement:
-    """One rank's side of it. A process that trains alone saves what it wants, and ends as soon as a signal asks for it.
+    """This is one rank's side of the agreement.
 
     Args:
         by_number: which boundaries are saved follows from their numbers alone.
@@ -26,14 +26,11 @@ class Agreement:
 
     Attributes:
         leads: whether this rank decides for all.
-        decides_alone: whether what this process alone knows may decide, at once: what it has measured, a capture that
-            has given way to a newer one, a signal.
     """
 
     def __init__(self, council: Council, preemption: Preemption, *, by_number: bool, grace_seconds: float) -> None:
         self._council, self._preemption, self._grace_seconds = council, preemption, grace_seconds
-        self.leads, self.decides_alone, self.world_size = council.rank == 0, council.alone, council.world_size
-        self._by_number = by_number or self.decides_alone
+        self.leads, self.world_size, self._by_number = council.rank == 0, council.world_size, by_number
         self._view: View = council.view
         self._scheduled: deque[int] = deque(maxlen=_SCHEDULED)  # rank 0's
         self._ends_by: float | None = None  # time.monotonic
@@ -48,14 +45,16 @@ class Agreement:
         """Rank 0: the longest of all ranks' plans, in iterations; 0: some have none; None: some have not said."""
         return self._council.overview.plan_interval
 
+    def alike(self, own: bool, *, otherwise: bool) -> bool:
+        """Return an answer that is the same on all ranks: ``otherwise``, since this rank alone knows ``own``."""
+        return otherwise
+
     def note_plan(self, interval: int) -> None:
         """Another plan runs on this rank; 0: none."""
         self._council.note_plan(interval)
 
     def arrive(self, step: int) -> bool:
         """Training has come to a boundary; returns whether it ends there, or waits there until that is agreed."""
-        if self.decides_alone:
-            return self._preemption.begin_ending()
         if self._preemption.asked:
             self.ask_end()
         self._view = view = self._council.note_boundary(step)
@@ -69,7 +68,11 @@ class Agreement:
 
     def is_saved(self, step: int) -> bool:
         """Return whether all ranks that end here save it: not where a rank is dead, or the grace period over."""
-        return self.decides_alone or (self._view.end is not None and self._view.end.at == step)
+        return self._view.end is not None and self._view.end.at == step
+
+    def ends_between(self) -> bool:
+        """Return whether training ends between boundaries, where a signal asks for it: all ranks end at a boundary."""
+        return False
 
     def is_due(self, step: int, ahead: int, *, wanted: bool) -> bool:
         """Return whether all ranks capture this boundary.
@@ -116,3 +119,26 @@ class Agreement:
     def ask_end(self) -> None:
         """A signal asks this rank to end, and so all. Any thread may call it, more than once."""
         self._council.request_end(self._preemption.name or "a signal", self._grace_seconds)
+
+
+class LoneAgreement(Agreement):
+    """A process that trains alone agrees with itself: it saves what it wants, and ends as soon as a signal asks."""
+
+    @property
+    def ahead(self) -> int:
+        return 0
+
+    def alike(self, own: bool, *, otherwise: bool) -> bool:
+        return own
+
+    def arrive(self, step: int) -> bool:
+        return self._preemption.begin_ending()
+
+    def is_saved(self, step: int) -> bool:
+        return True
+
+    def ends_between(self) -> bool:
+        return self._preemption.begin_ending()
+
+    def is_due(self, step: int, ahead: int, *, wanted: bool) -> bool:
+        return wanted

@@ -195,8 +195,8 @@ class BoundaryActions:
         self.end()
 
     def end_between(self) -> None:
-        """End training between boundaries, where a signal asks for it. All ranks end at a boundary."""
-        if self._agreement.decides_alone and self._preemption.begin_ending():
+        """End training between boundaries, where a signal asks for it."""
+        if self._agreement.ends_between():
             self.end()
 
     def end(self) -> NoReturn:

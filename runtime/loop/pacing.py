@@ -208,14 +208,14 @@ class Pace:
         place = self._place
         early = place.plan is None and self._seen < UNDISTURBED and clock() - self._last < WORTH_SECONDS
         asked = self._asked.every is not None or self._asked.every_seconds is not None
-        ahead, alone = self._agreement.ahead, self._agreement.decides_alone
+        ahead = self._agreement.ahead
         wanted = (asked or not early) and self.controller.is_due(number + ahead)
         self._regular = due = self._agreement.is_due(number, ahead, wanted=wanted)
         # What only rank 0 has measured cannot leave out an epoch's end, which all ranks capture unasked.
-        left_out = self._asked.every is not None or (alone and self.controller.leaves_out_epochs)
-        extra = demanded or (epoch_end and not left_out)
+        left_out = self._agreement.alike(self.controller.leaves_out_epochs, otherwise=False)
+        extra = demanded or (epoch_end and self._asked.every is None and not left_out)
         # Of several ranks, a boundary was agreed some iterations ago: all others write it.
-        self.durable = extra or not alone or self.controller.is_durable(number)
+        self.durable = extra or self._agreement.alike(self.controller.is_durable(number), otherwise=True)
         return due or extra
 
     def makes_room(self) -> bool:
@@ -284,7 +284,7 @@ class Pace:
             every=self._place.every,
             planned=self._interval > 0,
             # Other ranks do not learn which captures storage takes.
-            tiers=self._saving.host_buffers > 1 and self._agreement.decides_alone,
+            tiers=self._agreement.alike(self._saving.host_buffers > 1, otherwise=False),
             known=known,
             quiet=quiet,
         )

@@ -98,7 +98,8 @@ class TrainingLoop:
         stream.add("clock", self.clock.subscriber(optimizers=bool(job.optimizers)))
         if job.loader is None:
             stream.add("loop", Subscriber(model=self._begin_forward, step_begins=self._hint_at_step))
-        self.place = PlanInPlace(given, planning, execute, asked.every, read_peak, rounds=agreement.decides_alone)
+        rounds = agreement.alike(True, otherwise=False)
+        self.place = PlanInPlace(given, planning, execute, asked.every, read_peak, rounds=rounds)
         self._agreement = agreement
         self.pace = Pace(asked, job, saving, self.place, directory, iteration, agreement)
         self._actions = BoundaryActions(
@@ -209,7 +210,7 @@ class TrainingLoop:
             return
         # The last boundary may have been captured in vain: its capture may have given way. Ranks must decide alike, and
         # do not know that.
-        there = metrics.is_there(number) if self._agreement.decides_alone else self._actions.captured
+        there = self._agreement.alike(metrics.is_there(number), otherwise=self._actions.captured)
         if metrics.ranks(number) and boundaries.any_passed and not there:
             if boundaries.began:
                 logger.warning(

@@ -61,6 +61,7 @@ from checkflow.runtime.system.aligned_memory import address_of
 
 logger = logging.getLogger("checkflow")
 
+VOID = "it was captured by a plan that does not fit its job"
 _MOVED_SECONDS = 3600.0  # its checkpoints are gone, most often deleted
 _STORED_SECONDS = 86400.0  # storage has a version as new, and its job did not come back
 _OLD_SECONDS = 7 * 86400.0  # its checkpoints may be on an unmounted disk
@@ -171,7 +172,7 @@ def load(found: Found) -> tuple[dict[str, Source], Layout, bytes, mmap.mmap]:
     OSError if they are unreadable now.
     """
     if found.void:
-        raise CorruptCheckpointError("it was captured by a plan that does not fit its job")
+        raise CorruptCheckpointError(VOID)
     record = found.record
     with fs.folder(str(found.path)) as folder:
         data = read_kept(folder, f"layout-{record.layout}.json", MAX_MANIFEST_BYTES)

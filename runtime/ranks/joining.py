@@ -64,10 +64,13 @@ class Alone(Council):
         """Nothing is open."""
 
 
-def join(identity: Identity, directory: Path, *, silent_seconds: float = 15.0, start_seconds: float = 60.0) -> Council:
+def join(
+    identity: Identity | None, directory: Path, *, silent_seconds: float = 15.0, start_seconds: float = 60.0
+) -> Council:
     """Take this rank's seat. All ranks call it, in the same order where they call it more than once.
 
     Args:
+        identity: None: this process trains alone.
         directory: of the checkpoints, where ranks meet that have no TCP store.
         silent_seconds: after which a rank that says nothing counts as dead.
         start_seconds: within which all ranks call this, and within which they come to the start.
@@ -76,6 +79,8 @@ def join(identity: Identity, directory: Path, *, silent_seconds: float = 15.0, s
         MissingShardsError: a rank did not come in time; ``ranks`` names it, or rank 0.
         StorageError: the store cannot be reached.
     """
+    if identity is None:
+        return Alone()
     from checkflow.runtime.ranks.torch_meeting import TorchMeeting, store_address
 
     address = store_address()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from checkflow.core.boxes import Held, first_element, shares
+from checkflow.core.planner_api import RankParts
 from checkflow.core.state import StateTensor, TrainingState, dtype_name, memory_order, optimizer_parameters
 from checkflow.runtime.format.layout import TensorRecord
 from checkflow.runtime.state.meshes import RankView, to_held
@@ -42,7 +43,7 @@ def whole_state(state: TrainingState) -> Parts:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Which parts of a job's state a rank copies, as the wrappers of its models and its DTensors say; alone, all."""
+    """Which parts of a job's state a rank copies, as the wrappers of its models and its DTensors say."""
 
     view: RankView
     models: Mapping[str, nn.Module]
@@ -53,8 +54,6 @@ class RankShare:
 
         Replicas divide what one optimizer's step writes, and what none writes: as a rule, what is due at one time.
         """
-        if self.view.whole:
-            return whole_state(state)
         placed = self.view.placements(state, self.models, self.optimizers)
         groups = self._groups(state)
         records = {item.name: tensor_record(item) for item in state.tensors}
@@ -75,6 +74,17 @@ class RankShare:
             sources |= of
             alike |= dict.fromkeys(of, stands_for)
         return Parts(tuple(items), tuple(kept), sources, alike)
+
+    def copied(self, state: TrainingState) -> TrainingState:
+        """Return the state that this rank copies, in its parts."""
+        return TrainingState(self.of(state).items, state.ties)
+
+    def for_plan(self, state: TrainingState) -> RankParts | None:
+        """Return the parts for the planner; None: all of the state."""
+        parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for name, source in self.of(state).sources.items():
+            parts.setdefault(source.tensor, []).append((name, source.box.lengths))
+        return RankParts(self.view.world_size, parts)
 
     def _alike(self, held: Held, *, own: bool) -> Alike:
         """Of all ranks' parts: what replicas hold alike they divide, and all boxes of a tensor are about as large."""
@@ -98,6 +108,19 @@ class RankShare:
             item.name: by_parameter.get(id(item.held), numbers.get(item.name.partition("/")[0], -1))
             for item in state.tensors
         }
+
+
+class WholeShare(RankShare):
+    """A process that trains alone copies all of the state, each tensor whole."""
+
+    def of(self, state: TrainingState) -> Parts:
+        return whole_state(state)
+
+    def copied(self, state: TrainingState) -> TrainingState:
+        return state
+
+    def for_plan(self, state: TrainingState) -> None:
+        return None
 
 
 def tensor_record(item: StateTensor) -> TensorRecord:

@@ -40,13 +40,14 @@ logger = logging.getLogger("checkflow")
 
 @dataclass(frozen=True, slots=True)
 class PartInMemory:
-    """This record tells rank 0 of a dead rank's part of a version."""
+    """This record tells rank 0 of a dead rank's part of a version; ``void``: as :attr:`.recovery.Found.void`."""
 
     __pydantic_config__ = STRICT
     life: RunLife
     step: int
     plan_digest: str
     info: dict[str, JsonValue] = field(default_factory=dict)
+    void: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,10 @@ class LeftMemory:
     folders: tuple[Path, ...] = ()
     found: tuple[Found, ...] = ()
 
-    def report(self, *, alone: bool = False) -> str:
-        """For :class:`.ranks.records.StartReport`; ``alone``: one process says itself which of its own is void."""
-        there = [(one.life, one.record) for one in self.found if not one.void or (alone and one.life.ranks == 1)]
-        kept = tuple(PartInMemory(life, one.step, one.plan_digest, one.info) for life, one in there)
+    def report(self) -> str:
+        """Return the found parts for :class:`.ranks.records.StartReport`."""
+        there = ((one.life, one.record, one.void) for one in self.found)
+        kept = tuple(PartInMemory(life, one.step, one.plan_digest, one.info, void) for life, one, void in there)
         return _PARTS.dump_json(kept).decode() if kept else ""
 
     def assist(self, council: Council, store: SharedStore, attempt: Attempt, dead_run_id: str) -> None:
@@ -182,7 +183,7 @@ def reclaim_alone(store: Store, mode: str | int, council: Council) -> tuple[int 
     Returns the newest step of that, and what frees the memory once the job is restored. Raises as :func:`look`, too.
     """
     left = look(store.directory, 0, locked=True)
-    steps = reclaim(store, mode, left, {0: StartReport(kept=left.report(alone=True))}, council)
+    steps = reclaim(store, mode, left, {0: StartReport(kept=left.report())}, council)
     return max(steps, default=None), left.give_back
 
 
@@ -264,6 +265,8 @@ def _commit(store: Store, mode: str | int, left: LeftMemory, one: _Version, coun
 
     Raises StorageError as :func:`reclaim`, or if memory is unreadable now; another error if the version is damaged.
     """
+    if any(part.void for part in one.parts.values()):
+        raise CorruptCheckpointError(recovery.VOID)
     commit: Callable[[], object] = functools.partial(_commit_parts, store, left, one, council)
     gives_up, why = "give it up with checkflow memory --free --force", ""
     if council.alone and one.life.ranks == 1:  # it keeps the form that one process writes

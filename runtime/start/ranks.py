@@ -19,9 +19,11 @@ from checkflow.core.state import held_tensors
 from checkflow.runtime.arguments import Arguments
 from checkflow.runtime.format.manifest import EXTRA, Manifest, names_of_rank
 from checkflow.runtime.job.job import Job
+from checkflow.runtime.loop.agreement import Agreement, LoneAgreement
 from checkflow.runtime.ranks.council import Council
 from checkflow.runtime.ranks.file_meeting import remove_earlier
 from checkflow.runtime.ranks.records import Start, StartReport, name_ranks
+from checkflow.runtime.snapshot.share import RankShare, WholeShare
 from checkflow.runtime.start.alike import subjects
 from checkflow.runtime.start.memory import LeftMemory, look, reclaim, reclaim_alone
 from checkflow.runtime.start.other_ranks import refuse_loss
@@ -54,7 +56,11 @@ class LoneStart:
     store: Store
     reclaimed: int | None
     give_back: Callable[[], None]
-    view, ranked = ALONE, None
+    view, ranked, agreement = ALONE, None, LoneAgreement
+
+    def share(self, job: Job) -> WholeShare:
+        """Return all of the job's state."""
+        return WholeShare(self.view, job.models, job.optimizers)
 
     def restore(self, job: Job, arguments: Arguments, place: _Place, plan: Plan | None) -> Resumed | None:
         """Restore what ``resume`` asks for. Raises as :func:`.state.restore.resume_from`."""
@@ -83,6 +89,7 @@ class RankStart:
     left: LeftMemory
     ranked: tuple[Known, ...]
     pipelined: bool = False
+    agreement = Agreement
 
     @property
     def reclaimed(self) -> int | None:
@@ -92,6 +99,10 @@ class RankStart:
     @property
     def view(self) -> RankView:
         return RankView(self.council.rank, self.council.world_size, pipelined=self.pipelined)
+
+    def share(self, job: Job) -> RankShare:
+        """Return what this rank copies of the job's state."""
+        return RankShare(self.view, job.models, job.optimizers)
 
     def give_back(self) -> None:
         """Free what dead ranks have left, since the job has been restored."""

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from checkflow.core.state import (
     StateTensor,
     TrainingState,
     clean_key,
+    collect_state,
     inside_of,
     is_composite,
     is_distributed,
@@ -57,24 +58,47 @@ class RankView:
     Attributes:
         pipelined: ranks are pipeline stages, so others hold other tensors.
         whole: a process trains alone, so that it holds whole tensors, and all of them.
+        folders: of this rank's own in the folder of plans.
     """
 
     rank: int
     world_size: int
     replicated: tuple[str, ...] = ()
     pipelined: bool = False
-    whole: bool = False
+    whole: ClassVar[bool] = False
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return (f"{self.rank:05d}-of-{self.world_size:05d}",)
+
+    def state(self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
+        """Return the job's state as :func:`checkflow.core.state.collect_state` does: a rank's part of DTensors."""
+        return collect_state(models, optimizers, of_a_rank=True)
 
     def placements(
         self, state: TrainingState, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
     ) -> dict[str, Placement]:
         """Where tensors lie, by name; none of them, if they are whole."""
-        if self.whole:
-            return {}
         return placements(state, models, optimizers, self.rank, self.world_size, replicated=self.replicated)
 
 
-ALONE = RankView(0, 1, whole=True)
+@dataclass(frozen=True, slots=True)
+class LoneView(RankView):
+    """A process that trains alone holds whole tensors, and all of them."""
+
+    whole: ClassVar[bool] = True
+    folders: ClassVar[tuple[str, ...]] = ()
+
+    def state(self, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
+        return collect_state(models, optimizers)
+
+    def placements(
+        self, state: TrainingState, models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ) -> dict[str, Placement]:
+        return {}
+
+
+ALONE = LoneView(0, 1)
 
 
 def placements(

@@ -22,7 +22,6 @@ from checkflow.core.boxes import Box, whole
 from checkflow.core.errors import CheckflowError, CorruptCheckpointError, MismatchError, StorageError
 from checkflow.core.state import (
     TrainingState,
-    collect_state,
     dtype_name,
     is_beside,
     memory_order,
@@ -306,7 +305,7 @@ def restore(
         state, live, boxes = _look(models, optimizers, view)
         compare(live, boxes, state.ties)
     gone = {name for name in (*live, *dict(state.ties)) if name not in sources}
-    if not from_import and view.whole:
+    if not from_import:
         gone |= _in_another_order(checkpoint, state, sources)
     drop_state(gone, models, optimizers)
     live = {name: tensor for name, tensor in live.items() if name not in gone}
@@ -322,9 +321,8 @@ def restore(
         owner = further.partition("/")[0]
         if owner in optimizers and further not in live and further not in ties:
             share_lazy_state(further, optimizers[owner], parameters[owner], live[ties.get(name, name)])
-    if not view.whole:  # what was made lies in parts, too
-        state, live, boxes = _look(models, optimizers, view)
-        compare(live, boxes, state.ties)
+    state, live, boxes = _look(models, optimizers, view)  # with what was made
+    compare(live, boxes, state.ties)
     targets = [
         *((sources[name], tensor, boxes.get(name)) for name, tensor in live.items()),
         *((held[name], tensor, None) for name, tensor in beside.items() if name not in of_loader),
@@ -426,7 +424,7 @@ def _look(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], view: RankView
 ) -> tuple[TrainingState, dict[str, torch.Tensor], dict[str, Box]]:
     """The job's state, its tensors (of a rank: its parts) by name, and of a rank their boxes."""
-    state = collect_state(models, optimizers, of_a_rank=not view.whole)
+    state = view.state(models, optimizers)
     live = {item.name: item.tensor for item in state.tensors if not item.inside}  # those are made anew
     placed = view.placements(state, models, optimizers)
     return state, live, {name: one.box for name, one in placed.items()}

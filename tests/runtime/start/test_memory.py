@@ -125,10 +125,13 @@ def test_torn_bytes_on_one_rank_are_passed_over_for_the_next_older(
     assert holds(tmp_path / step_name(5), 5)
 
 
-def test_a_plan_that_an_audit_refutes_is_trusted_with_no_other_capture(tmp_path: Path) -> None:
+def test_a_plan_that_an_audit_refutes_is_trusted_with_no_other_capture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     steps = [4, 5, 6]
     DeadRun(tmp_path, "dead", "fsdp 2", (steps, steps), by_plan=[5, 6], audited={5}, torn={5}).leave()
     assert start_again(tmp_path, 2)[0] == {4}
+    assert caplog.text.count("step 6 in host memory is passed over: it was captured by a plan that does not fit") == 1
 
 
 def test_storage_that_another_run_has_written_since_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from checkflow.core.boxes import first_element, shares
 from checkflow.core.errors import MismatchError
-from checkflow.core.state import StateTensor, collect_state
+from checkflow.core.state import StateTensor, collect_state, memory_order
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import TensorRecord, file_image, make_layout, write_headers
 from checkflow.runtime.format.manifest import BLOCK_BYTES
@@ -52,7 +52,9 @@ def values(models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optim
 
 
 def memory(item: StateTensor) -> memoryview:
-    return memoryview(item.tensor.detach().reshape(-1).view(torch.uint8).numpy()).cast("B")
+    tensor, order = item.tensor.detach(), memory_order(item.tensor)
+    flat = (tensor if order is None else tensor.permute(order)).reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
 
 
 def save(rank: int, world_size: int, kind: str, directory: Path) -> Values:
@@ -255,6 +257,21 @@ def test_tied_parts(tmp_path: Path, alone: RankView) -> None:
     save_job(untied, fresh, alone, tmp_path / "untied")
     with pytest.raises(MismatchError, match=r"different values for model/embedding\.weight and model/head\.weight"):
         restore_rank(tmp_path / "untied" / "step-00000002", alone, {"model": other}, {"optimizer": optimizer}, {})
+
+
+def test_optimizer_state_has_the_memory_order_that_it_was_saved_with(tmp_path: Path, alone: RankView) -> None:
+    """Otherwise the resumed job may sum in another order than the job that was killed."""
+    model, fresh = (nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last) for _ in range(2))
+    optimizer, other = (torch.optim.Adam(one.parameters()) for one in (model, fresh))
+    for one, by in ((model, optimizer), (fresh, other)):
+        one(torch.randn(1, 3, 4, 4)).sum().backward()
+        by.step()
+    table = other.state[fresh.weight]
+    table["exp_avg"] = table["exp_avg"].contiguous()
+    expected = save_job(model, optimizer, alone, tmp_path)
+    restore_rank(tmp_path / "step-00000002", alone, {"model": fresh}, {"optimizer": other}, {})
+    assert other.state[fresh.weight]["exp_avg"].stride() == optimizer.state[model.weight]["exp_avg"].stride()
+    assert_equal(values({"model": fresh}, {"optimizer": other}), expected)
 
 
 def test_tensors_that_the_job_lacks(tmp_path: Path, alone: RankView) -> None:
