@@ -53,6 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--races", metavar="FILE", help="add the names of tests that pass now to FILE")
 
 
+@pytest.hookimpl(optionalhook=True)  # `make faults` runs tests without xdist
 def pytest_xdist_auto_num_workers() -> int:
     """Tests wait for processes and disks during a quarter of their time: others run meanwhile."""
     return 3 * len(os.sched_getaffinity(0)) // 2
