@@ -353,7 +353,10 @@ class Checkpointer:
             )  # fmt: skip
 
     def step(self, batches: int | None = None) -> None:
-        """Mark the boundary here: for loops that fetch batches ahead of using them.
+        """Mark the boundary here: for loops that fetch batches ahead of using them, and for whole steps in CUDA graphs.
+
+        A forward pass that no optimizer's step has followed belongs to the next iteration. Where neither was seen since
+        the last boundary, an optimizer has stepped inside of a graph, and all state is copied here.
 
         Args:
             batches: how many batches reached this step, at most all that were handed out; None: as many as the plan has

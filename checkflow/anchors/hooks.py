@@ -30,10 +30,17 @@ class Hanging:
 
 @dataclass
 class UnseenSteps:
-    """These flags say what is known of optimizers that step in compiled code which cannot be left for an anchor."""
+    """These flags say what is known of optimizers that step where no hook is called.
+
+    That is compiled code which cannot be left for an anchor, or a CUDA graph that holds a whole step.
+    """
 
     known: bool = False  # there is one: set when its code is compiled
     taken: bool = False  # it has stepped: set when its code has run
+
+    def replayed(self) -> None:
+        """Note that a step was taken, as the user says."""
+        self.known = self.taken = True
 
     def take(self) -> bool:
         """Return whether an optimizer has stepped since the last call."""

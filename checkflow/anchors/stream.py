@@ -190,16 +190,12 @@ class AnchorStream:
 
     @property
     def silent(self) -> frozenset[Place]:
-        """Return the wanted forward anchors that do not fire before their module runs.
+        """Return the wanted forward anchors that do not fire before their module runs, or have not fired yet.
 
-        If anything is compiled, each must have fired once: code compiled before the hooks were hung bypasses them.
+        Code that was compiled before the hooks were hung bypasses them, and so do the replays of a CUDA graph.
         """
-        compiled, known = regions.anything_compiled(), self._inside | self._traced
-        if not (compiled or known):
-            return frozenset()
         forward = {place for place in self._targets if place[0] is AnchorKind.FORWARD}
-        passed_by = forward - self.fired if compiled else set()
-        return frozenset(forward & known | passed_by)
+        return frozenset(forward & (self._inside | self._traced) | forward - self.fired)
 
     def outdated(self, subscriber: Subscriber, *, replaced: bool) -> bool:
         """Return whether anchors may pass this subscriber by, so that it must subscribe again.

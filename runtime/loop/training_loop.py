@@ -196,8 +196,11 @@ class TrainingLoop:
         # An epoch's last iteration may have fewer batches than others; anywhere else the loop has counted wrongly.
         elif loader is not None and (batches or 0) > progress.waiting and not loader.exhausted:
             self._hints.give(hints.TOO_MANY, count, progress.waiting)
-        epoch_end = progress.count(count)
         ran = not passed and batches != 0
+        if ran and self._job.optimizers and not boundaries.under_way and (loader is None or progress.waiting):
+            self._stream.steps.replayed()  # no hook has seen anything: a CUDA graph may hold the whole step
+            self._note_unseen_steps()
+        epoch_end = progress.count(count)
         self._finish(boundaries.marked(micro_batches=count, epoch_end=epoch_end, ran=ran))
 
     def metric(self, name: str, value: float) -> None:

@@ -302,13 +302,13 @@ class Execution:
         self._logged_silent |= newly
         if blind:
             logger.warning(
-                "an optimizer steps inside of compiled code, where no hook sees it: all state is copied at each "
-                "boundary, which pauses training; call optimizer.step() outside of it"
+                "an optimizer steps inside of compiled code or of a CUDA graph, where no hook sees it: all state is "
+                "copied at each boundary, which pauses training; call optimizer.step() outside of it"
             )
         elif not unseen[1] and (size := compatibility.bytes_due_at(self.plan, newly)):
             logger.warning(
-                "%s is due in modules whose forward no hook sees (%s is the first), compiled or not run yet: it "
-                "is copied earlier, which may pause training; where code is compiled, pass what "
+                "%s is due in modules whose forward no hook sees (%s is the first), compiled, inside of a CUDA graph "
+                "or not run yet: it is copied earlier, which may pause training; where code is compiled, pass what "
                 "torch.compile(model) returns, and make a new plan",
                 format_size(size), min(newly)[1],
             )  # fmt: skip

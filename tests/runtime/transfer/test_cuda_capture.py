@@ -99,6 +99,29 @@ def test_every_checkpoint_is_one_boundary(
     assert device.allocated_bytes == 0
 
 
+def test_a_module_inside_of_a_cuda_graph_is_copied_at_the_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``torch.cuda.make_graphed_callables`` leaves it: its forward is a replay, which no inner hook sees."""
+    simulate_gpu(monkeypatch, copies="last")
+    job = Job()
+    model, norm, plan = job.model, job.model.norm, plan_of(3)
+
+    def replay(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            h = model.one(x)
+            norm.running_mean.numpy()[:] += h.mean(0).numpy()  # type: ignore[union-attr]
+            norm.running_var.numpy()[:] += h.var(0).numpy()  # type: ignore[union-attr]
+            norm.num_batches_tracked.numpy()[...] += 1  # type: ignore[union-attr]
+        return model.two(F.relu(F.batch_norm(model.one(x), None, None, norm.weight, norm.bias, training=True)))
+
+    monkeypatch.setattr(model, "forward", replay)
+    checkpointer, truths = job.train(tmp_path, plan)
+    assert_true(tmp_path, truths, range(1, 10))
+    report = checkpointer.report()
+    assert (report["breaches"], report["failed"]) == (0, 0)
+
+
 @pytest.mark.parametrize("apart", ["all", "forward"])
 def test_a_boundary_comes_behind_the_streams_that_training_used(
     apart: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
