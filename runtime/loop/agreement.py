@@ -46,7 +46,10 @@ class Agreement:
         return self._council.overview.plan_interval
 
     def alike(self, own: bool, *, otherwise: bool) -> bool:
-        """Return an answer that is the same on all ranks: ``otherwise``, since this rank alone knows ``own``."""
+        """Return an answer that is the same on all ranks: ``otherwise``, since this rank alone knows ``own``.
+
+        A process that trains alone answers ``own``.
+        """
         return otherwise
 
     def note_plan(self, interval: int) -> None:

@@ -58,6 +58,10 @@ class _Version:
     step: int
     parts: Mapping[int, PartInMemory]
 
+    @property
+    def void(self) -> bool:
+        return any(part.void for part in self.parts.values())
+
 
 _PARTS: TypeAdapter[tuple[PartInMemory, ...]] = TypeAdapter(Many[PartInMemory])
 _WRITTEN: TypeAdapter[tuple[Written, ...]] = TypeAdapter(Many[Written])
@@ -202,7 +206,10 @@ def reclaim(
     Raises:
         StorageError: that fails, or ``mode`` is "never"; memory stays as it is.
     """
-    versions = _newer(store, mode, [one for one in _versions(store, reports) if _is_of_storage(store, one)])
+    there = [one for one in _versions(store, reports) if _is_of_storage(store, one)]
+    for one in (one for one in _newer(store, mode, there) if one.void):
+        logger.warning("step %d in host memory is passed over: %s", one.step, recovery.VOID)
+    versions = _newer(store, mode, [one for one in there if not one.void])
     if not versions:
         return frozenset()
     if mode != "never":
@@ -265,8 +272,6 @@ def _commit(store: Store, mode: str | int, left: LeftMemory, one: _Version, coun
 
     Raises StorageError as :func:`reclaim`, or if memory is unreadable now; another error if the version is damaged.
     """
-    if any(part.void for part in one.parts.values()):
-        raise CorruptCheckpointError(recovery.VOID)
     commit: Callable[[], object] = functools.partial(_commit_parts, store, left, one, council)
     gives_up, why = "give it up with checkflow memory --free --force", ""
     if council.alone and one.life.ranks == 1:  # it keeps the form that one process writes

@@ -58,7 +58,7 @@ class RankView:
     Attributes:
         pipelined: ranks are pipeline stages, so others hold other tensors.
         whole: a process trains alone, so that it holds whole tensors, and all of them.
-        folders: of this rank's own in the folder of plans.
+        folders: this rank's own folder in that of plans.
     """
 
     rank: int

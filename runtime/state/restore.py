@@ -321,8 +321,10 @@ def restore(
         owner = further.partition("/")[0]
         if owner in optimizers and further not in live and further not in ties:
             share_lazy_state(further, optimizers[owner], parameters[owner], live[ties.get(name, name)])
-    state, live, boxes = _look(models, optimizers, view)  # with what was made
-    compare(live, boxes, state.ties)
+    if not view.whole:  # what was made lies in parts, too
+        state, live, boxes = _look(models, optimizers, view)
+        live = {name: tensor for name, tensor in live.items() if name in sources}
+        compare(live, boxes, state.ties)
     targets = [
         *((sources[name], tensor, boxes.get(name)) for name, tensor in live.items()),
         *((held[name], tensor, None) for name, tensor in beside.items() if name not in of_loader),

@@ -134,6 +134,26 @@ def test_a_plan_that_an_audit_refutes_is_trusted_with_no_other_capture(
     assert caplog.text.count("step 6 in host memory is passed over: it was captured by a plan that does not fit") == 1
 
 
+@pytest.mark.parametrize("after", [1, 2])
+def test_what_a_refuted_plan_made_keeps_nothing_else_from_being_saved(tmp_path: Path, after: int) -> None:
+    """Not by its metric among the best, and not as the newest step of all runs."""
+    loss, steps = {3: 0.4, 4: 0.2, 5: 9.0, 6: 0.1, 7: 5.0}, [3, 4, 5, 6, 7]
+    best, runs = tmp_path / "best", tmp_path / "runs"
+    for directory in (best, runs):
+        directory.mkdir()
+    DeadRun(
+        best, "dead", "fsdp 2", (steps, steps), by_plan=[5, 6], audited={5}, torn={5},
+        info=lambda step: {"epoch": step, "metrics": {"loss": loss[step]}},
+    ).leave()  # fmt: skip
+    start_again(best, after, keep_best=1, monitor="loss")
+    assert names(best) == [step_name(7), step_name(4)]
+    DeadRun(runs, "one", "fsdp 2", ([4, 6], [4, 6]), by_plan=[4, 6], audited={4}, torn={4}).leave()
+    DeadRun(runs, "two", "fsdp 2", ([5], [5])).leave()
+    assert start_again(runs, after)[0] in (5, {5})
+    give_back(best)
+    give_back(runs)
+
+
 def test_storage_that_another_run_has_written_since_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stored(tmp_path, 4, run_id="another")
     DeadRun(tmp_path, "dead", "fsdp 2", ({5}, {5}), base=(3, "before"), durable=NOTHING).leave()
