@@ -5,9 +5,10 @@ Streams, events and memory are torch's; copies go by address, through the CUDA r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -74,7 +75,15 @@ class CudaDevice:
         return memory.data_ptr(), memory
 
     def capturing(self, stream: Stream) -> bool:
-        return self._runtime.is_capturing(cast(torch.cuda.Stream, stream).cuda_stream)
+        if handle := cast(torch.cuda.Stream, stream).cuda_stream:
+            return self._runtime.is_capturing(handle)
+        with self._current():
+            return self._runtime.is_capturing(handle)
+
+    def _current(self) -> contextlib.AbstractContextManager[object]:
+        """Make this device the current one: the legacy stream and a batch of copies are of the current device."""
+        here = torch.cuda.current_device() == self._index
+        return contextlib.nullcontext() if here else torch.cuda.device(self._index)
 
     @property
     def batches(self) -> bool:
@@ -108,12 +117,8 @@ class CudaDevice:
             self.copy(prepared, stream)
 
     def _copy(self, copies: Copies, stream: Stream) -> None:
-        handle = cast(torch.cuda.Stream, stream).cuda_stream
-        if handle or torch.cuda.current_device() == self._index:
-            self._runtime.copy(copies, handle, beside=stream is self.side)
-        else:  # the current device has its own legacy stream
-            with torch.cuda.device(self._index):
-                self._runtime.copy(copies, handle)
+        with self._current():
+            self._runtime.copy(copies, cast(torch.cuda.Stream, stream).cuda_stream, beside=stream is self.side)
 
     def record(self, stream: Stream, *, timed: bool = False) -> _Event:
         try:
@@ -133,28 +138,30 @@ class CudaDevice:
             raise _checkflow_error(error) from error
 
     def done(self, event: _Event) -> bool:
-        try:
+        with self._asking():
             return bool(event.event.query())  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise _checkflow_error(error) from error
 
     def synchronize(self, event: _Event) -> None:
+        with self._asking():
+            event.event.synchronize()
+
+    def seconds_between(self, before: _Event, after: _Event) -> float:
+        with self._asking():
+            if not after.event.query():  # type: ignore[no-untyped-call]
+                return 0.0
+            milliseconds: float = before.event.elapsed_time(after.event)
+        return milliseconds / 1e3
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Ask an event without invalidating the CUDA graph that another thread may be capturing."""
         mode = self._runtime.exempt_thread()
         try:
-            event.event.synchronize()
+            yield
         except RuntimeError as error:
             raise _checkflow_error(error) from error
         finally:
             self._runtime.restore_thread(mode)
-
-    def seconds_between(self, before: _Event, after: _Event) -> float:
-        if not self.done(after):
-            return 0.0
-        try:
-            milliseconds: float = before.event.elapsed_time(after.event)
-        except RuntimeError as error:
-            raise _checkflow_error(error) from error
-        return milliseconds / 1e3
 
     def recycle(self, events: Iterable[_Event]) -> None:
         for event in events:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,11 +23,28 @@ def fail(*_: object, **__: object) -> NoReturn:
     raise RuntimeError(FAULT)
 
 
+class Current:
+    """A stand-in for torch's current device, which is another one than the engine's until that is made current."""
+
+    index = 0
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __enter__(self) -> None:
+        self._before, Current.index = Current.index, self._index
+
+    def __exit__(self, *_: object) -> None:
+        Current.index = self._before
+
+
 @pytest.fixture
-def device() -> CudaDevice:
-    """Without a GPU: only what speaks to torch alone can be asked of it."""
+def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    """Without a GPU: only what speaks to torch and the runtime alone can be asked of it."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: Current.index)
+    monkeypatch.setattr(torch.cuda, "device", Current)
     device = object.__new__(CudaDevice)
-    device.memory, device._index = torch.device("cuda:0"), 0
+    device.memory, device._index, device._runtime = torch.device("cuda:3"), 3, CudaRuntime(Library(13_000))
     device._free_events = ([], [])
     return device
 
@@ -54,6 +70,22 @@ def test_a_device_that_has_failed_is_told_of_in_a_line(device: CudaDevice, monke
     for call in calls:
         with pytest.raises(CheckflowError, match=r"^CUDA: CUDA error: an illegal memory access was encountered$"):
             call()
+
+
+def test_an_event_is_asked_without_invalidating_the_graph_that_another_thread_captures(device: CudaDevice) -> None:
+    """cudaEventQuery is "potentially unsafe" during a capture in another thread, unless this one's mode is relaxed."""
+    library = device._runtime._library
+    modes: list[int] = []
+
+    def asked(*_: object) -> float:
+        modes.append(library.mode)
+        return 1.0
+
+    there = event(query=asked, synchronize=asked, elapsed_time=asked)
+    device.done(there)
+    device.synchronize(there)
+    device.seconds_between(there, there)
+    assert (modes, library.mode) == ([2] * 4, 0)
 
 
 def test_the_time_between_events_is_in_seconds_and_none_before_the_later_one(device: CudaDevice) -> None:
@@ -86,13 +118,18 @@ def test_a_stream_that_is_captured_takes_no_copies(device: CudaDevice, monkeypat
     """The device's own, be another one current."""
     library = Library(13_000)
     Host(device, library)
+    seen, ask = [], CudaRuntime.is_capturing
+    monkeypatch.setattr(CudaRuntime, "is_capturing", lambda *given: (seen.append(Current.index), ask(*given))[1])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: STREAM if index == 0 else None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: STREAM if index == 3 else None)
     library.captured = {77: 1}
     with pytest.raises(CheckflowError, match="captured into a CUDA graph"):
         device.current()
     library.captured = {78: 1}
     assert device.current() is STREAM
+    library.captured = {0: 1}
+    assert device.capturing(SimpleNamespace(cuda_stream=0))
+    assert seen == [0, 0, 3], "of the legacy stream, the current device's is asked"
 
 
 @pytest.mark.parametrize(
@@ -100,21 +137,28 @@ def test_a_stream_that_is_captured_takes_no_copies(device: CudaDevice, monkeypat
     [(12, False, 1, True), (11, False, 1, False), (0, False, 1, False), (0, True, 1, True), (12, False, 0, False)],
 )
 def test_batches_go_to_locked_memory_whose_address_the_device_takes(
-    device: CudaDevice, locked_bytes: int, inside: bool, host_pointers: int, batched: bool
+    device: CudaDevice,
+    locked_bytes: int,
+    inside: bool,
+    host_pointers: int,
+    batched: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = Library(13_000)
     library.attributes[91] = host_pointers
     host = Host(device, library)
     if locked_bytes:
         device._locked[host.address] = locked_bytes
+    seen, copy = [], CudaRuntime.copy
+    monkeypatch.setattr(CudaRuntime, "copy", lambda *a, **b: (seen.append(Current.index), copy(*a, **b))[1])
     device.copy(device.prepare(host.apart, inside=inside), STREAM)
+    assert seen == [3]
     assert [call[0] for call in library.calls] == (["batch"] if batched else ["copy"] * 2)
     assert host.target.raw == b"abcd\0\0\0\0ijkl"
     assert device.batches == (host_pointers == 1)
 
 
-def test_what_is_unlocked_or_given_back_takes_no_batch(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+def test_what_is_unlocked_or_given_back_takes_no_batch(device: CudaDevice) -> None:
     host = Host(device, Library(13_000))
     device.register(host.address, 12)
     assert device.prepare(host.apart).copies.batches
