@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,6 +84,38 @@ def around_steps(before: StepHook, after: StepHook, unseen: UnseenSteps) -> Hang
         last.remove()
 
     return Hanging(remove)
+
+
+def around_replays(before: Callable[[Any], None]) -> Hanging:
+    """Call a function with each CUDA graph of this process that is about to be replayed."""
+    if not _before_replays and not hasattr(torch.cuda.CUDAGraph.replay, _TOLD):
+        _wrap_replay()
+    number = next(_counted)
+    _before_replays[number] = before
+
+    def remove() -> None:
+        _before_replays.pop(number, None)
+
+    return Hanging(remove)
+
+
+_TOLD = "_checkflow_told"
+_before_replays: dict[int, Callable[[Any], None]] = {}
+_counted = itertools.count()
+
+
+def _wrap_replay() -> None:
+    """Wrap torch's method once and for good: it has no hooks, and others may have wrapped the wrapper."""
+    inner = torch.cuda.CUDAGraph.replay
+
+    @functools.wraps(inner)
+    def replay(graph: Any) -> None:
+        for before in tuple(_before_replays.values()):
+            before(graph)
+        inner(graph)
+
+    setattr(replay, _TOLD, True)
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign, assignment]
 
 
 def at_gradient(parameter: torch.Tensor, reached: Callable[[torch.Tensor], None]) -> Hanging:

@@ -16,6 +16,10 @@ class Occurrences:
         self._place, self._keys = place, [AnchorKey(*place)]
         self._boundary = self._count = 0
 
+    def reached(self, boundary: int) -> bool:
+        """Return whether the anchor was reached after the boundary of this number."""
+        return boundary == self._boundary and self._count > 0
+
     def next(self, boundary: int = 0) -> AnchorKey:
         """Return the key of the occurrence that is reached now, after the boundary of this number."""
         if boundary != self._boundary:

@@ -30,13 +30,6 @@ class CompiledRegion:
     entry: nn.Module | None  # what uncompiled code calls; None: its class is compiled, and takes no anchor
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """A CUDA graph's replay runs none of the hooks that were hung when it was captured, so it is one anchor."""
-
-    name: str  # of the module whose forward it is, "<model>/<path>"
-
-
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function so that torch compiles neither it nor what it calls."""
     wrapped: Callable[P, R] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]

@@ -46,6 +46,7 @@ class Subscriber:
             not be seen.
         repeated: called with the name of an optimizer before it runs its closure again.
         unevaluated: called with the name of an optimizer after a step that has not run its closure.
+        replayed: called with a CUDA graph before its replay, which calls no hook.
     """
 
     places: frozenset[Place] = frozenset()
@@ -63,6 +64,7 @@ class Subscriber:
     unseen: Callable[[str], None] | None = None
     repeated: Callable[[str], None] | None = None
     unevaluated: Callable[[str], None] | None = None
+    replayed: Callable[[Any], None] | None = None
 
 
 class AnchorStream:
@@ -79,7 +81,7 @@ class AnchorStream:
             even if the function runs uncompiled, as in a trace, and hooks hang inside of compiled regions, too.
 
     Attributes:
-        fired: anchors of modules that were reached in uncompiled code, at least once.
+        fired: anchors of modules that were reached in uncompiled code, at least once, and do not run in graphs since.
         repeated: optimizers that run their closure more than once, or never.
         steps: what is known of those that no hook sees.
         hung: how many times hooks were hung.
@@ -106,6 +108,7 @@ class AnchorStream:
         self._traced: set[Place] = set()  # compiled into code, and not fired since
         self.steps = hooks.UnseenSteps()
         self._look_again = False  # a hook was compiled
+        self._replayed_after = -1  # the last boundary that a replay of a CUDA graph followed
         self._targets: dict[Place, weakref.ref[Any] | None] = {}  # an iteration may drop modules and parameters
         self._regions: dict[str, regions.CompiledRegion] = {}
         self._inside: set[Place] = set()  # anchors of modules inside of compiled regions, without hooks
@@ -167,6 +170,8 @@ class AnchorStream:
             for name, model in () if self._planning else self._models.items():
                 self._hangings.append(hooks.around_forward(model, self._model_hook(name), with_keywords=True))
             self._hangings.append(hooks.around_steps(self._before_step, self._after_step, self.steps))
+            if not self._planning:
+                self._hangings.append(hooks.around_replays(self._before_replay))
         except BaseException:
             self.remove()
             raise
@@ -305,6 +310,13 @@ class AnchorStream:
                 tell(key)
         for tell in self._tables["stepping"]:
             tell(optimizer)
+
+    def _before_replay(self, graph: Any) -> None:
+        """Trust no anchor that has not fired in this iteration: it may have moved into the graph."""
+        if self._replayed_after != self._boundary:
+            self._replayed_after = self._boundary
+            self.fired = {place for place in self.fired if self._numbers[place].reached(self._boundary)}
+        self._tell("replayed", graph)
 
     def _repeats(self, name: str | None) -> None:
         if name is not None:  # others' state is not saved: they may step freely

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -88,6 +89,7 @@ class Execution:
         self._unseen: tuple[frozenset[Place], bool] = (frozenset(), False)
         self._logged_silent: frozenset[Place] = frozenset()  # silent anchors that were logged
         self._fired = self._whole = False  # an anchor has fired, an iteration has passed, under these hooks
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # CUDA graphs that were replayed under this plan
         self._error_in_compiling: CheckflowError | None = None
         # Backward of GPU tensors and of host tensors runs on two threads at once.
         self._one_hook = threading.RLock()
@@ -249,6 +251,7 @@ class Execution:
             places=frozenset((key.kind, key.name) for key in self._keys),
             forward=reached, gradient=reached, step_begins=reached, step_ends=reached,
             model=self._on_model, unseen=self._on_traced, repeated=self._on_repeated, unevaluated=self._on_repeated,
+            replayed=self._on_replay,
         )  # fmt: skip
         self.stream.subscribe("execution", self._subscriber)
 
@@ -274,6 +277,13 @@ class Execution:
                 self.last_failure = (time.monotonic(), f"optimizer {optimizer} wrote before all was copied")
             self.distrusted = True
             self.capturer.distrust()
+
+    def _on_replay(self, graph: Any) -> None:
+        """End the capture in flight before a graph's first replay: no anchor comes before what it writes."""
+        if graph not in self._graphs:
+            self._graphs.add(graph)
+            if self.plan is not UNPLANNED and self.capturer.step is not None:
+                self.finish()
 
     def _on_traced(self, _module: str) -> None:
         """A hook is being compiled: finish the capture before compiled code writes what it should have copied."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,33 @@ class Job:
         return checkpointer, truths
 
 
+class WholeStep:
+    """Writes all that a step writes as a replay does: no hook is called, no version counter moves."""
+
+    def __init__(self, job: Job) -> None:
+        moments = (state["exp_avg"] for state in job.optimizer.state.values())
+        self._written = [job.model.one.weight, *job.model.buffers(), *moments]
+
+    def run(self) -> None:
+        for tensor in self._written:
+            array = tensor.detach().numpy()
+            array += np.ones((), array.dtype)
+
+
+class Graph:
+    """Writes the statistics of batch norm as a replay does: no operator is dispatched, no version counter moves."""
+
+    def __init__(self, model: Net) -> None:
+        self.model, self.batch = model, torch.empty(0)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        norm, h = self.model.norm, self.model.one(self.batch)
+        norm.running_mean.numpy()[:] += h.mean(0).numpy()  # type: ignore[union-attr]
+        norm.running_var.numpy()[:] += h.var(0).numpy()  # type: ignore[union-attr]
+        norm.num_batches_tracked.numpy()[...] += 1  # type: ignore[union-attr]
+
+
 def plan_of(seed: int, interval: int = 1) -> Plan:
     job = Job()
     job.iterate(0)
@@ -99,27 +127,54 @@ def test_every_checkpoint_is_one_boundary(
     assert device.allocated_bytes == 0
 
 
+@pytest.mark.parametrize("first", [0, 4])
 def test_a_module_inside_of_a_cuda_graph_is_copied_at_the_boundary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ``torch.cuda.make_graphed_callables`` leaves it: its forward is a replay, which no inner hook sees."""
+    """Its forward is a replay, which no inner hook sees: from the beginning, or from an iteration on."""
     simulate_gpu(monkeypatch, copies="last")
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: graph.run())
     job = Job()
-    model, norm, plan = job.model, job.model.norm, plan_of(3)
+    model, norm, plan, graph = job.model, job.model.norm, plan_of(3), Graph(job.model)
 
     def replay(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            h = model.one(x)
-            norm.running_mean.numpy()[:] += h.mean(0).numpy()  # type: ignore[union-attr]
-            norm.running_var.numpy()[:] += h.var(0).numpy()  # type: ignore[union-attr]
-            norm.num_batches_tracked.numpy()[...] += 1  # type: ignore[union-attr]
+        graph.batch = x
+        torch.cuda.CUDAGraph.replay(graph)  # type: ignore[arg-type]
         return model.two(F.relu(F.batch_norm(model.one(x), None, None, norm.weight, norm.bias, training=True)))
 
-    monkeypatch.setattr(model, "forward", replay)
+    def iterate(n: int) -> None:
+        if n == first:
+            model.forward = replay  # type: ignore[method-assign]
+        Job.iterate(job, n)
+
+    monkeypatch.setattr(job, "iterate", iterate)
     checkpointer, truths = job.train(tmp_path, plan)
     assert_true(tmp_path, truths, range(1, 10))
     report = checkpointer.report()
     assert (report["breaches"], report["failed"]) == (0, 0)
+
+
+@pytest.mark.parametrize("eager", [0, 3])
+def test_a_step_that_is_one_cuda_graph_is_copied_where_the_job_marks_its_end(
+    eager: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = simulate_gpu(monkeypatch, copies="last")
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: graph.run())
+    job, truths = Job(), {}
+    job.iterate(0)
+    graph: Any = WholeStep(job)
+    options: Any = {"every": 1, "audit": 0, "keep_latest": 99, "on_error": "raise"}
+    with Checkpointer(job.model, job.optimizer, directory=tmp_path, plan=plan_of(3), **options) as checkpointer:
+        for n in range(1, 8):
+            if n <= eager:
+                job.iterate(n)
+            else:
+                torch.cuda.CUDAGraph.replay(graph)
+            checkpointer.step()
+            truths[n] = clone_state(job.models, job.optimizers)
+    assert_true(tmp_path, truths, range(1, 8))
+    assert caplog.text.count("inside of compiled code or of a CUDA graph, where no hook sees it") == 1
+    assert device.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("apart", ["all", "forward"])
