@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -155,15 +156,17 @@ class Disk:
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Disk]:
         real_sync, real_new, real_mkdir = fs.fsync, fs.open_new, fs.mkdir
+        one_at_a_time = threading.Lock()  # of two ranks' syncs of a folder, the older listing must not be kept last
 
         def fsync(fd: int) -> None:
             real_sync(fd)
             status = os.fstat(fd)
-            if not stat.S_ISDIR(status.st_mode):
-                if self.lies != "file":
-                    self._files[status.st_ino] = Path(f"/proc/self/fd/{fd}").read_bytes()
-            elif self.lies != ("root" if status.st_ino == self.root.stat().st_ino else "folder"):
-                self._folders[status.st_ino] = self._listing(f"/proc/self/fd/{fd}")
+            with one_at_a_time:
+                if not stat.S_ISDIR(status.st_mode):
+                    if self.lies != "file":
+                        self._files[status.st_ino] = Path(f"/proc/self/fd/{fd}").read_bytes()
+                elif self.lies != ("root" if status.st_ino == self.root.stat().st_ino else "folder"):
+                    self._folders[status.st_ino] = self._listing(f"/proc/self/fd/{fd}")
 
         def open_new(name: str, *, dir_fd: int, mode: int = fs.MODE) -> int:
             fd = real_new(name, dir_fd=dir_fd, mode=mode)
