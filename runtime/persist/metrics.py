@@ -62,10 +62,10 @@ class Metrics:
         rules = self.rules
         if not rules.keep_best or not (recorded := self._of(step)):
             return False
-        others = self._others(step) if self._ranked is None else [one for one in self._ranked if one.step != step]
-        judged = [*others, Known(step, False, recorded)]
+        known = self._others(step) if self._ranked is None else self._ranked
+        judged = [*(one for one in known if one.step != step), Known(step, False, recorded)]
         best = retention.best(rules, judged)[: rules.keep_best]
-        if self._ranked is not None:
+        if known is self._ranked:
             self._ranked = [one for one in judged if one.step in best]
         return step in best
 

@@ -321,7 +321,7 @@ def restore(
         owner = further.partition("/")[0]
         if owner in optimizers and further not in live and further not in ties:
             share_lazy_state(further, optimizers[owner], parameters[owner], live[ties.get(name, name)])
-    if not view.whole:  # what was made lies in parts, too
+    if boxes:  # what was made lies in parts, too
         state, live, boxes = _look(models, optimizers, view)
         live = {name: tensor for name, tensor in live.items() if name in sources}
         compare(live, boxes, state.ties)
