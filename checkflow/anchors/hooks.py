@@ -36,7 +36,7 @@ class UnseenSteps:
     That is compiled code which cannot be left for an anchor, or a CUDA graph that holds a whole step.
     """
 
-    known: bool = False  # there is one: set when its code is compiled
+    known: bool = False  # there is one: set when its code is compiled, or has run inside of a graph
     taken: bool = False  # it has stepped: set when its code has run
 
     def replayed(self) -> None:
@@ -88,7 +88,7 @@ def around_steps(before: StepHook, after: StepHook, unseen: UnseenSteps) -> Hang
 
 def around_replays(before: Callable[[Any], None]) -> Hanging:
     """Call a function with each CUDA graph of this process that is about to be replayed."""
-    if not _before_replays and not hasattr(torch.cuda.CUDAGraph.replay, _TOLD):
+    if not hasattr(torch.cuda.CUDAGraph.replay, _TOLD):
         _wrap_replay()
     number = next(_counted)
     _before_replays[number] = before

@@ -194,6 +194,11 @@ class AnchorStream:
         return True
 
     @property
+    def replays(self) -> bool:
+        """Return whether a CUDA graph was replayed since the last boundary."""
+        return self._replayed_after == self._boundary
+
+    @property
     def silent(self) -> frozenset[Place]:
         """Return the wanted forward anchors that do not fire before their module runs, or have not fired yet.
 
@@ -313,7 +318,7 @@ class AnchorStream:
 
     def _before_replay(self, graph: Any) -> None:
         """Trust no anchor that has not fired in this iteration: it may have moved into the graph."""
-        if self._replayed_after != self._boundary:
+        if not self.replays:
             self._replayed_after = self._boundary
             self.fired = {place for place in self.fired if self._numbers[place].reached(self._boundary)}
         self._tell("replayed", graph)

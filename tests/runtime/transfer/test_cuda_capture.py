@@ -177,6 +177,33 @@ def test_a_step_that_is_one_cuda_graph_is_copied_where_the_job_marks_its_end(
     assert device.allocated_bytes == 0
 
 
+def test_of_two_optimizers_one_may_step_inside_of_a_cuda_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a GAN: the other one's step shows where the iteration ends."""
+    device = simulate_gpu(monkeypatch, copies="last")
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: graph.run())
+    job, truths = Job(), {}
+    critic = torch.optim.SGD(job.model.two.parameters(), lr=0.1)
+    job.optimizer = torch.optim.Adam([*job.model.one.parameters(), *job.model.norm.parameters()])
+    job.optimizers = {"optimizer": job.optimizer, "critic": critic}
+    job.iterate(0)
+    plan = random_plan(job.models, job.optimizers, 3, chunk_bytes=600)
+    graph: Any = WholeStep(job)
+    options: Any = {"every": 1, "audit": 0, "keep_latest": 99, "on_error": "raise"}
+    with Checkpointer(job.model, job.optimizers, directory=tmp_path, plan=plan, **options) as checkpointer:
+        for n in range(1, 9):
+            critic.zero_grad()
+            F.cross_entropy(job.model(torch.randn(5, 6)), torch.randint(0, 4, (5,))).backward()
+            if n <= 3:
+                job.optimizer.step()
+            else:
+                torch.cuda.CUDAGraph.replay(graph)
+            critic.step()
+            checkpointer.step()
+            truths[n] = clone_state(job.models, job.optimizers)
+    assert_true(tmp_path, truths, range(1, 9))
+    assert device.allocated_bytes == 0
+
+
 @pytest.mark.parametrize("apart", ["all", "forward"])
 def test_a_boundary_comes_behind_the_streams_that_training_used(
     apart: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
