@@ -36,11 +36,6 @@ class Parts:
     alike: Mapping[str, Alike] = field(default_factory=dict)
 
 
-def whole_state(state: TrainingState) -> Parts:
-    """All of it."""
-    return Parts(state.tensors, tuple(tensor_record(item) for item in state.tensors))
-
-
 @dataclass(frozen=True)
 class RankShare:
     """Which parts of a job's state a rank copies, as the wrappers of its models and its DTensors say."""
@@ -80,7 +75,7 @@ class RankShare:
         return TrainingState(self.of(state).items, state.ties)
 
     def for_plan(self, state: TrainingState) -> RankParts | None:
-        """Return the parts for the planner; None: all of the state."""
+        """Return the parts for the planner; None, of a process that trains alone: all of the state."""
         parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for name, source in self.of(state).sources.items():
             parts.setdefault(source.tensor, []).append((name, source.box.lengths))
@@ -114,7 +109,7 @@ class WholeShare(RankShare):
     """A process that trains alone copies all of the state, each tensor whole."""
 
     def of(self, state: TrainingState) -> Parts:
-        return whole_state(state)
+        return Parts(state.tensors, tuple(tensor_record(item) for item in state.tensors))
 
     def copied(self, state: TrainingState) -> TrainingState:
         return state

@@ -15,8 +15,9 @@ from checkflow.runtime.builder import check_job
 from checkflow.runtime.format import codec
 from checkflow.runtime.format.layout import make_layout, write_headers
 from checkflow.runtime.job.job import Job
-from checkflow.runtime.snapshot.share import whole_state
+from checkflow.runtime.snapshot.share import WholeShare
 from checkflow.runtime.state.collect import StateWalk, capture_extra
+from checkflow.runtime.state.meshes import ALONE
 from checkflow.runtime.state.restore import Resumed, resume_from
 from checkflow.runtime.store.store import Store
 from checkflow.runtime.system.aligned_memory import scratch
@@ -35,7 +36,7 @@ def save(job: Job, directory: Path, step: int = 1) -> Path:
     job.walk.current()
     saved = capture_extra(job.walk, job.optimizers, job.objects)
     encoded = codec.encode({**saved, "iteration": step, "epoch": 0, "generators": None}, marks=None)
-    parts = whole_state(job.walk.captured)
+    parts = WholeShare(ALONE, job.models, job.optimizers).of(job.walk.captured)
     layout = make_layout(parts.records)
     staging = scratch(layout.buffer_bytes)
     write_headers(layout, staging)
