@@ -314,8 +314,9 @@ class Execution:
         self._logged_silent |= newly
         if blind:
             logger.warning(
-                "an optimizer steps inside of compiled code or of a CUDA graph, where no hook sees it: all state is "
-                "copied at each boundary, which pauses training; call optimizer.step() outside of it"
+                "an optimizer steps inside of compiled code or of a CUDA graph, where no hook sees it, or "
+                "checkpointer.step() is called twice in an iteration: all state is copied at each boundary, which "
+                "pauses training; call optimizer.step() outside of it, and checkpointer.step() once"
             )
         elif not unseen[1] and (size := compatibility.bytes_due_at(self.plan, newly)):
             logger.warning(
